@@ -102,6 +102,8 @@ def studied(given: Mapping[str, Any]) -> tuple[ModelShapes, Study]:
         raise ValueError(f"--stack-dim: expected --engine fsdp2, found {given['engine']!r}; leave it out")
     with Console(stderr=True).status("planning"):
         study = plan_study(model, deployment, setting, experts=given["experts"])
+        if given["stack_dim"] and not any(route.stack for route in study.routes):
+            raise ValueError("--stack-dim: expected stacked matrices, found none in the model; leave it out")
         if any(note.startswith(STACKS) for part in study.worst.parts for note in part.notes):
             other = plan_study(model, deployment, replace(setting, stack_dim=1), experts=given["experts"])
             took, would = (1e3 * each.worst.timeline.seconds for each in (study, other))

@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -21,7 +20,7 @@ from lwopt_backend.engines.zero.plan import GroupPlan
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.param_groups import rates
 from lwopt_backend.groups.registry import MATRIX_RULES, arguments, rule_of, rules_with_owner_state
-from lwopt_backend.plan import MatrixPlan, Sharding, StepTime
+from lwopt_backend.plan import MatrixPlan, StepTime
 from lwopt_backend.plan.mesh import MeshLayout
 from lwopt_backend.routing.routing import Route, shares
 from lwopt_backend.rules import Muon
@@ -241,16 +240,16 @@ STACKS = "Stacks: "
 
 def on_stacks(plan: MatrixPlan) -> list[str]:
     """A sentence on stacked matrices that are cut between, not within, and are fewer than the ranks that share them."""
-    layout, found = plan.layout, dict[Sharding, int]()
+    layout, first = plan.layout, dict[tuple[Any, ...], int]()  # without blocks, of which each matrix has its own
     for atom, sharding in enumerate(layout.shardings if isinstance(layout, MeshLayout) else ()):
         if sharding.block is not None and len(sharding.shape) == 3:
-            found.setdefault(replace(sharding, block=None), atom)
-    for sharding, atom in found.items():
-        parts = math.prod(parts for parts, dim in zip(sharding.mesh_shape, sharding.dims) if dim == 0)
-        if parts > sharding.shape[0]:
+            first.setdefault((sharding.shape, sharding.mesh_shape, sharding.dims), atom)
+    for (shape, mesh_shape, dims), atom in first.items():
+        parts = math.prod(size for size, dim in zip(mesh_shape, dims) if dim == 0)
+        if parts > shape[0]:
             return [
-                f"{STACKS}{sharding.shape[0]} matrices, such as {plan.atoms[atom].name!r}, are cut by Shard(0) over "
-                f"{parts} ranks, so {1 - sharding.shape[0] / parts:.0%} of these store none, and the others all of "
+                f"{STACKS}{shape[0]} matrices, such as {plan.atoms[atom].name!r}, are cut by Shard(0) over "
+                f"{parts} ranks, so {1 - shape[0] / parts:.0%} of these store none, and the others all of "
                 "them. Cut within matrices: fully_shard(..., shard_placement_fn=lambda param: Shard(1) if param.ndim "
                 "== 3 else None)."
             ]

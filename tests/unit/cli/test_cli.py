@@ -155,6 +155,9 @@ def test_the_printed_plan(models: dict[str, Path], monkeypatch: pytest.MonkeyPat
     on_more_ranks = run("plan", "--shapes", models["stack"], "--world-size", 8, "--engine", "fsdp2")
     assert "Stacks: 4 matrices" in on_more_ranks and "over 8 ranks, so 50% of these store none" in on_more_ranks
     assert "--stack-dim 1" in on_more_ranks
+    for name, engine, expected in (("stack", "zero3", "--engine fsdp2"), ("shapes", "fsdp2", "stacked matrices")):
+        words = ("plan", "--shapes", models[name], "--world-size", 8, "--engine", engine, "--stack-dim", 1)
+        assert f"--stack-dim: expected {expected}, found" in refused(*words)
     assert "Stacks" not in run(
         "plan", "--shapes", models["stack"], "--world-size", 8, "--engine", "fsdp2", "--stack-dim", 1
     )
