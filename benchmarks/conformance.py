@@ -1,7 +1,7 @@
-"""Muons on several ranks, compared with the same rule in one process: a cell, or the table of docs/benchmarks.md.
+"""Muons on several ranks, compared with the same rule in one process: a cell, or the table of docs/peers.md.
 
     python -m benchmarks.conformance --peer torch --case uneven
-    python -m benchmarks.conformance --json benchmarks/results/conformance.json --page docs/benchmarks.md
+    python -m benchmarks.conformance --json benchmarks/results/conformance.json --page docs/peers.md
 
 A cell trains small matrices in fp32 for four steps on 2 or 4 ranks, which are processes here over gloo. All ranks have
 the same gradients, so that their mean has the same bits as in one process, which steps the peer's own rule

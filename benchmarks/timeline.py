@@ -1,6 +1,6 @@
 """A step of all ranks of a planned world on one clock: a prediction, from what the engine's own code does.
 
-    python -m benchmarks.timeline                  the table of docs/planning.md, some minutes
+    python -m benchmarks.timeline                  the table of docs/cost.md, some minutes
     python -m benchmarks.timeline llama3.1-8b      some models
 
 One rank is rehearsed as in benchmarks/rehearsal; what the others do is generated from the plan. Devices and wires are
@@ -58,7 +58,7 @@ def passes_of(session: Session, planned: Planned, setting: Setting, given: Given
     return GivenPasses(given, session.tracer, names)
 
 
-# The cells of docs/planning.md: public models on clusters, by engine.
+# The cells of docs/cost.md: public models on clusters, by engine.
 
 TOKENS = 8192  # of a rank and step, where passes are played
 ACTIVE = {"qwen3-30b-a3b": 8 / 128, "deepseek-v3": 8 / 256}  # the experts that a token passes

@@ -49,13 +49,13 @@ def test_every_file_of_results_is_quoted() -> None:
 
 def test_the_table_of_peers_is_that_of_the_results() -> None:
     rows = {(row["peer"], row["case"]): row for row in results("conformance")}
-    assert conformance.with_table(PAGES["benchmarks"], rows) == PAGES["benchmarks"]
+    assert conformance.with_table(PAGES["peers"], rows) == PAGES["peers"]
     assert {peer for peer, _ in rows} == {*conformance.PEERS} and {case for _, case in rows} == {*conformance.CASES}
 
 
 def test_predicted_steps_are_those_of_the_results() -> None:
     rows = results("timeline")
-    assert table("planning", "Predicted times on GPUs")[1:] == rows
+    assert table("cost", "Predicted times on GPUs")[1:] == rows
     ms = {row[1]: f"{float(row[3]):.0f} ms" for row in rows if row[0] == "llama3.1-8b, 64"}
     owned = f"{ms['plain, with passes']}; {ms['plain, overlap_param_gather, with passes']} with `overlap_param_gather`"
     expected = [ms["ZeRO 1, 2"], ms["ZeRO 1, 2"], ms["ZeRO 3"], ms["FSDP2"], owned]
@@ -65,7 +65,7 @@ def test_predicted_steps_are_those_of_the_results() -> None:
     for model, ranks, engine, taken in [(*row[0].split(", "), row[1], float(row[3])) for row in rows]:
         if model.startswith("llama") and engine in engines:
             planned.append(1e3 * study(model, engines[engine], int(ranks)).worst.timeline.seconds / taken)
-    assert f"the time is {min(planned):.2f} to {max(planned):.2f} of" in PAGES["planning"]
+    assert f"the time is {min(planned):.2f} to {max(planned):.2f} of" in PAGES["cost"]
 
 
 def test_figures_of_conversion_are_those_of_the_results() -> None:
@@ -141,7 +141,7 @@ def test_figures_of_deepspeed_are_those_of_the_results() -> None:
         *([sent(row) for row in some] for some in (theirs, ours, adamw)),
         *([differs(row) for row in some] for some in (theirs, ours)),
     ]
-    assert ", ".join(ratio(*pair, "step_seconds") for pair in zip(theirs, ours)) in PAGES["benchmarks"]
+    assert ", ".join(ratio(*pair, "step_seconds") for pair in zip(theirs, ours)) in PAGES["peers"]
 
 
 def test_figures_of_fsdp2_are_those_of_the_results() -> None:
@@ -156,7 +156,7 @@ def test_figures_of_fsdp2_are_those_of_the_results() -> None:
             times += [f"{step.slowest(ours, 'step_seconds'):.0f} ms", ratio(torchs, ours, "step_seconds")]
             assert shown[f"{size}, {ranks}"] == times
         updates = [ratio(rows["fsdp2", n, TORCHS], rows["fsdp2", n, OURS], "update_seconds") for n in (2, 4)]
-        assert f"| {', '.join(updates)} |" in PAGES["benchmarks"]
+        assert f"| {', '.join(updates)} |" in PAGES["peers"]
         every += updates
     assert f"its update takes {min(every, key=float)} to {max(every, key=float)} times as long" in PAGES["README"]
     rows = of_systems("step_fsdp2")
@@ -178,7 +178,7 @@ def test_figures_in_place_of_ddp_are_those_of_the_results() -> None:
             for row in (ours, *others)
         ]
     two = [ratio(rows["plain", n, TORCHS], rows["plain", n, OURS], "step_seconds") for n in (2, 3)]
-    assert f"| {', '.join(two)} |" in PAGES["benchmarks"]
+    assert f"| {', '.join(two)} |" in PAGES["peers"]
 
 
 ON = {"plain PyTorch": "plain", "`ModuleOptimizers`": "modules", 'DeepSpeed, `"storage": "owned"`': "owned"}
@@ -188,7 +188,7 @@ ON |= {"FSDP2": "fsdp2", "ZeRO 0": "zero0", "ZeRO 1, 2": "zero1", "ZeRO 3": "zer
 def test_launches_are_those_of_the_results() -> None:
     rows = of_systems("launches")
     heading = "Kernel launches of a step"
-    shown = table("planning", heading)[1:] + table("planning", heading, "on")[1:]
+    shown = table("cost", heading)[1:] + table("cost", heading, "on")[1:]
     for name, ranks, *figures in shown:
         engine, _, buckets = name.partition(", `bucket")
         system = BUCKETS if buckets else OURS if len(figures) > 2 else TORCHS
@@ -205,7 +205,7 @@ def test_launches_are_those_of_the_results() -> None:
 def test_the_planner_is_compared_with_megatrons_as_on_its_page() -> None:
     with ProcessPoolExecutor(2) as pool:
         cells = [*pool.map(megatron_planner.plan_cell, (row for rows in of_megatron().values() for row in rows))]
-    for name, better, equal, worse, padding, balance, compact in table("planning", "Compared with Megatron-Core")[1:]:
+    for name, better, equal, worse, padding, balance, compact in table("cost", "Compared with Megatron-Core")[1:]:
         measure, model = ("l s^2", "all") if name.endswith("l s²") else ("flops", name.partition(" ")[0])
         some = [of[measure] for of in cells if model in ("all", of[measure].name[0])]
         lost = [cell.worse for cell in some if any(cell.worse)]
@@ -216,13 +216,13 @@ def test_the_planner_is_compared_with_megatrons_as_on_its_page() -> None:
             [f"{most[0]:.2f} points" if most[0] else "none", f"{most[1]:.4f}"] if lost else ["", ""]
         )
         assert compact == f"{max(cell.excess for cell in some):.3f}" and 10 * len(lost) <= len(some) or model != "all"
-    better, equal, worse = table("planning", "Compared with Megatron-Core")[-2][1:4]
-    assert f"{better} have" in PAGES["benchmarks"] and f"{equal} are equal, and {worse}" in PAGES["benchmarks"]
+    better, equal, worse = table("cost", "Compared with Megatron-Core")[-2][1:4]
+    assert f"{better} have" in PAGES["peers"] and f"{equal} are equal, and {worse}" in PAGES["peers"]
 
 
 def test_counts_of_a_step_are_those_of_the_results() -> None:
     calls = {row["row"]: f"{row['calls']:,}" for row in results("step_counts")}
-    text = " ".join(PAGES["planning"].split())
+    text = " ".join(PAGES["cost"].split())
     assert f"{calls['fsdp2']} functions on FSDP2, {calls['zero3']} on ZeRO 3 and {calls['zero1']} on ZeRO 1" in text
 
 

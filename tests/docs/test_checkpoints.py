@@ -98,7 +98,7 @@ def test_a_megatron_user_can_walk_the_whole_way(walked: tuple[Path, dict[str, st
 
 @pytest.mark.full
 def test_what_the_reference_shows_runs(walked: tuple[Path, dict[str, str]]) -> None:
-    printed = run("checkpoints", walked[0])
+    printed = run("checkpoints", walked[0]) | run("formats", walked[0])
     assert re.search(r"loss \d+\.\d+ with rates \{'muon': 0.02, 'adamw': 0.01\}", "".join(printed.values()))
     assert "missing: [] unexpected: []" in printed["python load_weights.py"]
     assert "0 differ" in printed["lwopt diff megatron mine --map my_names.py:mine"]
@@ -124,19 +124,19 @@ def test_tables_have_the_formats_and_names_there_are() -> None:
     def first_words(page: str, section: str, first: str) -> list[str]:
         return [words(cells[0])[0] for cells in table(page, section, first)[1:]]
 
-    where = "checkpoints", "What is read and written"
+    where = "formats", "What is read and written"
     assert first_words(*where, "`--from`") == list(formats.FORMATS)
     assert first_words(*where, "`--to`") == list(formats.TARGETS)
     written = {word for cells in table(*where, "`--from`")[1:] for word in re.findall(r"--to (\w+)", cells[2])}
     assert written == set(formats.TARGETS)
-    assert set(first_words("checkpoints", "Names", "`--names`")) == set(names.FAMILIES)
-    for cells in table("checkpoints", "A map of your own", "function")[1:]:
+    assert set(first_words("formats", "Names", "`--names`")) == set(names.FAMILIES)
+    for cells in table("formats", "A map of your own", "function")[1:]:
         assert callable(getattr(operations, words(cells[0])[0].partition("(")[0]))
 
 
 @pytest.mark.parametrize("family", ["hf-llama", "hf-gpt2"])
 def test_parameters_side_by_side_are_what_the_maps_make(family: str) -> None:
-    head, *rows = table("checkpoints", "Names", "`megatron-core`")
+    head, *rows = table("formats", "Names", "`megatron-core`")
     column = head.index(f"`{family}`")
     pairs = {words(cells[0])[0]: spelled_out(*words(cells[column])) for cells in rows if words(cells[column])}
     # 24 rows, as 2 heads of 4 of q, k and v have.

@@ -41,6 +41,7 @@ README, MIGRATION = PAGES["README"], PAGES["migration"]
 FILES = {block.name: block.text for block in blocks("start/quickstart") if "." in block.name}
 RUNS = [block.text for block in blocks("start/quickstart", "bash", "run") if block.text.startswith("deepspeed ")]
 SAYS_ITS_RANK = "print(f'rank {args.local_rank}\\n', end='')\n"  # in one write, which another rank's cannot cut in two
+MOVED = {"owned"}  # pages that only say where they are now
 SAYS = {
     "fsdp2_train.py": ("start/quickstart", 2, r"loss [01]\.\d+ after 40 steps", "Routing: 4 of 11 trained parameters"),
     "owned_train.py": ("start/quickstart", 2, r"loss [01]\.\d+ after 40 steps", "Storage: owned by 2 data-parallel"),
@@ -183,22 +184,27 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-def test_links_and_pictures_lead_somewhere() -> None:
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")):
+def test_links_pictures_and_messages_lead_somewhere() -> None:
+    for path in (*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "findings" / "README.md"):
         text = path.read_text()
         assert not re.search("^(<{7}|>{7}) ", text, re.MULTILINE), f"{path}: a conflict of a merge"
         for target in re.findall(r"\]\(([^)]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)):
             page, _, anchor = target.partition("#")
             if "://" not in target:
                 found = path.parent / page if page else path
-                assert found.exists() and (not anchor or anchor in anchors(found)), (path, target)
+                assert found.is_file() and (not anchor or anchor in anchors(found)), (path, target)
+    for source in ("lwopt_backend", "integrations", "benchmarks", "examples", "scripts", "tests", "findings"):
+        for path in (ROOT / source).rglob("*.[ps][yh]"):  # what a message, a comment or a docstring names
+            for page, anchor in re.findall(r"\b(docs/[\w/]+\.md)(?:#([\w-]+))?", path.read_text()):
+                found = ROOT / page
+                assert found.exists() and (not anchor or anchor in anchors(found)), (path, page, anchor)
     for name, page in PAGES.items():
         listed = re.findall(r"^- \[(.*?)\]\(#", page, re.MULTILINE)
         assert not listed or listed == re.findall(r"^## (.*)$", page, re.MULTILINE), f"{name}: headings in its list"
 
 
 def test_the_pages_on_planning_name_what_there_is() -> None:
-    text = PAGES["planning"]
+    text = PAGES["planning"] + PAGES["cost"]
     options = set(re.findall(r"`(--[a-z-]+)", text))
     commands = list(typer.main.get_command(app).commands.values())  # type: ignore[attr-defined]
     known = {name for command in commands for parameter in command.params for name in parameter.opts}
@@ -236,8 +242,18 @@ def test_every_page_is_in_the_navigation_and_the_readme_is_short() -> None:
     titles, listed = zip(*re.findall(r"^ +- (.*): (\S+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     headings = [text.partition("\n")[0] for text in PAGES.values()]
     assert len(set(titles)) == len(titles) and len(set(headings)) == len(headings), "a title twice"
-    assert sorted(listed) == sorted([*PAGES.keys() - {"README"}, "index", "contributing", "changelog", "findings"])
+    assert sorted(listed) == sorted(
+        [*PAGES.keys() - {"README"} - MOVED, "index", "contributing", "changelog", "findings"]
+    )
     assert len(README.splitlines()) <= 150
+
+
+def test_every_page_names_its_question_first() -> None:
+    first = {name: re.sub(r"\A# .*\n+(<!--.*-->\n+)?", "", text) for name, text in PAGES.items()}
+    asked = {name for name, text in first.items() if re.match(r"\*\*[^*]*\?\*\* ?", text)}
+    assert asked == PAGES.keys() - {"README"} - MOVED
+    left_out = re.findall(r"^not_in_nav: (.*?) *#", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert left_out == [" ".join(f"{name}.md" for name in MOVED)]
 
 
 def test_the_messages_in_troubleshooting_are_ours() -> None:
@@ -268,7 +284,7 @@ def test_make_commands_exist_and_ci_runs_the_readmes() -> None:
 def test_every_method_that_a_page_names_exists() -> None:
     prose = re.sub(r"^```.*?^```$", "", PAGES["modules"], flags=re.MULTILINE | re.DOTALL)
     for owner, named in (
-        (LayerWiseOptimizer, set(re.findall(r"`(\w+)\(", PAGES["owned"])) - {"lcm", "state_dict"}),
+        (LayerWiseOptimizer, set(re.findall(r"`(\w+)\(", PAGES["plain"])) - {"lcm", "state_dict"}),
         (ModuleOptimizers, set(re.findall(r"`(\w+)\([^`]*\)`", prose)) - {"LambdaLR"}),
     ):
         assert named and [name for name in named if not hasattr(owner, name)] == []

@@ -208,19 +208,19 @@ assert len(explain(attention)[0].matrices) == 3
     ("optimizers", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
     ("optimizers", 1): (PLAIN, "assert [g['lr'] for g in optimizer.param_groups] == [0.02, 0.01, 1e-3]"),
     ("optimizers", 4): (f"{PLAIN}from lwopt_backend import register_elementwise\n", "step(model, optimizer)"),
-    ("owned", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
-    ("owned", 1): (
+    ("plain", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
+    ("plain", 1): (
         f"{OPTIMIZER}step, scheduler = 1, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)\n",
         "assert more['iteration'] == 1",
     ),
-    ("owned", 2): (OPTIMIZER, "step(model, optimizer)"),
+    ("plain", 2): (OPTIMIZER, "step(model, optimizer)"),
     ("rates", 0): (
         PLAIN + HEAD,
         "assert 3e-4 / 64 in [group['lr'] for group in optimizer.param_groups]",
     ),
     ("rates", 1): (PLAIN + PREDICTION, "assert optimizer.clip_group_norms.keys() == {'mtp'}"),
     ("rates", 2): (HEADS, ""),
-    ("planning", 3): (
+    ("loop", 0): (
         f"{PLAIN}model.layers = torch.nn.ModuleList(model.children())\n",
         "assert all(block._compiled_call_impl for block in model.layers)",
     ),
@@ -232,8 +232,8 @@ assert len(explain(attention)[0].matrices) == 3
     ("start/trainers", 4): (ENGINE + AUTO + HUGGING_FACE, "assert model.basic_optimizer.plan_digest"),
     ("start/trainers", 5): (PLAIN + HUGGING_FACE, "assert optimizer.param_groups"),
     ("start/trainers", 8): ("", ""),
-    ("planning", 1): (OPTIMIZER, ""),
-    ("planning", 2): (
+    ("start/what_a_run_prints", 0): (OPTIMIZER, ""),
+    ("start/what_a_run_prints", 1): (
         f"{OPTIMIZER}optimizer.record_metrics()\nstep(model, optimizer)\n",
         "writer = SummaryWriter('events')\nwrite_metrics(writer, optimizer, 1, 0.5)\nwriter.close()\n"
         "from tensorboard.backend.event_processing.event_accumulator import EventAccumulator\n"

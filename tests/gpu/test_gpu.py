@@ -1,7 +1,7 @@
 """On a GPU, by `make test-gpu`: one rank on NCCL, and ranks that share the GPU by the strict transport. With
 ``--device cpu`` the same runs on a CPU, one rank on gloo, and only what CUDA alone can tell is left out.
 
-What a step's host may wait for (READS, on one rank; docs/planning.md has more ranks):
+What a step's host may wait for (READS, on one rank; docs/cost.md has more ranks):
 
 - plain PyTorch, FSDP2 and ZeRO 1 to 3: nothing. One rank knows which parameters have gradients without asking others.
 - `ModuleOptimizers`: the norms of all modules with their flags, which decide whether the step is taken.
