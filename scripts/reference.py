@@ -37,6 +37,7 @@ SYSTEMS = {
     "docs": "Documentation",
 }
 OPTION = ("option", "default", "meaning", "source")
+SENT = "2 bytes an element there, 2 back"
 LONGEST = 100  # characters of a cell; what a meaning has beyond its first sentence then is below the table
 CLASSES = {"soap", "shampoo", "lion", "sgd", "torch_optimizer"}  # whose options others declare
 
@@ -83,10 +84,20 @@ def host_options() -> list[str]:
 
 
 def published() -> str:
-    found = rule_facts(None)["published"]
-    rows = [{**of, "rule": f"`{of['rule']}`", "options": f"`{of['options']}`" * bool(of["options"])} for of in found]
-    head = ("published as", "rule", "options", "state", "sent", "equals one process")
-    return table(head, [row.values() for row in rows])
+    """Of each publication, what is not so of most rules: the text above the table says what is."""
+    rows = []
+    for of in rule_facts(None)["published"]:
+        state = of["state"].replace(" where the elements are", "")
+        sent = (
+            of["sent"]
+            .removeprefix(SENT)
+            .replace("; ", "also ", of["sent"].startswith(SENT))
+            .replace(", every", "every")
+        )
+        equal = of["equal"].removeprefix("bit for bit").removeprefix("; ")
+        options = f"`{of['options']}`" * bool(of["options"])
+        rows.append((of["name"], f"`{of['rule']}`", options, state, sent, equal))
+    return table(("published as", "rule", "options", "state", "sent", "difference from one process"), rows)
 
 
 def versions() -> str:
@@ -179,7 +190,7 @@ def options_table(rows: Iterable[tuple[str, ...]]) -> list[str]:
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = list(head)
     lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("|  |", "| |")
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("|  |", "| |").replace("|  |", "| |")
 
 
 if __name__ == "__main__":
