@@ -135,8 +135,8 @@ class QKClip:
     ``qk_clip_factors`` has the formula and its limits.
 
     Args:
-        optimizer: a ``LayerWiseOptimizer``, or DeepSpeed's ``engine.basic_optimizer`` (with owned storage
-            ``engine.optimizer``).
+        optimizer: a ``LayerWiseOptimizer``, or DeepSpeed's ``engine.basic_optimizer`` (``engine.optimizer`` with
+            ``"storage": "owned"``).
         layers: the attention layers, by any names.
         threshold: largest logit that is not scaled.
         query_share: share of a factor that the query takes, as an exponent; the key takes the rest.
@@ -158,7 +158,7 @@ class QKClip:
         if not isinstance(getattr(optimizer, "row_scaling", None), RowScaling):
             raise TypeError(
                 "QKClip: expected an optimizer of this package: a LayerWiseOptimizer, or on DeepSpeed, after "
-                "deepspeed.initialize, engine.basic_optimizer (with owned storage engine.optimizer); found "
+                'deepspeed.initialize, engine.basic_optimizer (with "storage": "owned", engine.optimizer); found '
                 f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
             )
         self._optimizer = optimizer

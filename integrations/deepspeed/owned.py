@@ -81,7 +81,7 @@ def bind(
 
     def decide() -> tuple[OwnedBinding, Sequence[Sequence[str]]]:
         if reasons := reasons_to_refuse_owned(engine, config):
-            cannot = f"{name} with owned storage does not support this configuration; change:"
+            cannot = f'{name} with "storage": "owned" does not support this configuration; change:'
             raise ValueError("\n  ".join([cannot, *reasons]))
         check_model(engine.module, name)
         grouping = group_parameters(engine.module, given, rules, config)
@@ -99,7 +99,7 @@ def announce(binding: OwnedBinding, core: BufferCore) -> None:
     idle = [f"zero_optimization.{key}" for key in deepspeed_engine.zero_settings(binding.engine) if key not in HONOURED]
     if idle:
         with report.reporting() as console:
-            console.print(f"Without effect on owned storage: {', '.join(idle)}.")
+            console.print(f'Without effect with "storage": "owned": {", ".join(idle)}.')
 
 
 class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no types

@@ -334,7 +334,7 @@ def build_matrix_rule(group: Group, config: HostConfig) -> MatrixRule:
     object.__setattr__(rule, "rule_name", rule_name(group))  # also on a frozen dataclass
     if rule.block_period > 1 and config.stores_whole:
         raise ValueError(
-            f"block_period is {rule.block_period}, but plain PyTorch and DeepSpeed's storage 'owned' keep every "
+            f'block_period is {rule.block_period}, but plain PyTorch and DeepSpeed with "storage": "owned" keep every '
             "matrix whole at one rank, so no rank has a block of it; leave block_period out"
         )
     if config.exchange_dtype != "auto":

@@ -32,7 +32,7 @@ from tests.support.fsdp2 import MATRIX_NAMES, layer_wise, named, shard, whole
 from tests.support.migration import eager, entry
 from tests.support.models import MATRICES, UnevenLM, largest_difference
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import shares
+from tests.support.plain import shares
 from tests.support.ranks import gathered
 from tests.support.references import random
 

@@ -30,7 +30,7 @@ from tests.support.fsdp2 import EVEN
 from tests.support.fused import ATOMS as OF_FUSED
 from tests.support.fused import PER_HEAD, FusedLM, HeadsLM
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import exact_sums, shares
+from tests.support.plain import exact_sums, shares
 from tests.support.ranks import RankPool
 from tests.support.references import SECTIONS
 from tests.support.zero import ADAMW, OWN_ROWS

@@ -169,7 +169,7 @@ def test_figures_of_fsdp2_are_those_of_the_results() -> None:
 
 
 def test_figures_in_place_of_ddp_are_those_of_the_results() -> None:
-    rows = of_systems("step_owned")
+    rows = of_systems("step_plain")
     for ranks in (2, 3):
         ours, *others = (rows["plain", ranks, name] for name in (OURS, COMPACT, TORCHS))
         found = [cells[1:] for cells in table("benchmarks", "Plain PyTorch", f"{ranks} ranks")[1:]]

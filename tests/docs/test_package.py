@@ -122,7 +122,7 @@ def test_the_extra_all_is_every_extra_for_users(wheel: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("script", ["fsdp2_train.py", "owned_train.py"])
+@pytest.mark.parametrize("script", ["fsdp2_train.py", "plain_train.py"])
 def test_documented_scripts_train_without_a_warning(python: Path, tmp_path: Path, script: str) -> None:
     command = shlex.split(unpack_page("start/quickstart", script, tmp_path, python))
     finished = run(command, tmp_path)

@@ -44,7 +44,7 @@ SAYS_ITS_RANK = "print(f'rank {args.local_rank}\\n', end='')\n"  # in one write,
 MOVED = {"owned"}  # pages that only say where they are now
 SAYS = {
     "fsdp2_train.py": ("start/quickstart", 2, r"loss [01]\.\d+ after 40 steps", "Routing: 4 of 11 trained parameters"),
-    "owned_train.py": ("start/quickstart", 2, r"loss [01]\.\d+ after 40 steps", "Storage: owned by 2 data-parallel"),
+    "plain_train.py": ("start/quickstart", 2, r"loss [01]\.\d+ after 40 steps", "Buffers of 2 data-parallel ranks"),
     "modules_train.py": ("modules", 4, r"loss 0\.\d+ after 40 steps, gradient norm \d\.\d+ over both modules", ""),
     "pipeline_train.py": ("modules", 4, r"loss [01]\.\d+ after 20 steps, gradient norm \d\.\d+ over both stages", ""),
     "move_a_run.py": ("checkpoints", 2, r"largest difference after 10 more steps: 0\.0", ""),

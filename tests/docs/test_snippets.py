@@ -19,7 +19,7 @@ from tests.support.pages import PAGES, blocks
 from tests.support.ranks import RankPool
 
 SCRIPTS = {  # by the test that runs them
-    "test_pages.py": {"train.py", "client.py", "fsdp2_train.py", "owned_train.py", "modules_train.py"}
+    "test_pages.py": {"train.py", "client.py", "fsdp2_train.py", "plain_train.py", "modules_train.py"}
     | {"move_a_run.py", "own_rule.py", "pipeline_train.py"},
     "test_checkpoint_docs.py": {"train.py", "load_fsdp2.py", "load_weights.py", "my_names.py"},
     "test_second_day.py": {"second_day.py", "generate.py", "merge.py"},

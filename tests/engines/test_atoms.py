@@ -13,7 +13,7 @@ from tests.support.engines import ENGINES, ZERO, Cell, running
 from tests.support.fused import ATOMS, BLOCKS, HEADS, MATRICES, PER_HEAD, USED, FusedLM, HeadsLM, UsedLM
 from tests.support.models import largest_difference
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import exact_sums, shares
+from tests.support.plain import exact_sums, shares
 from tests.support.references import Reference
 
 STEPS = 3

@@ -13,7 +13,7 @@ from tests.support.cells import with_full
 from tests.support.engines import Cell, Engine, running
 from tests.support.models import UnevenLM, largest_difference
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import Branches, loss_of, optimizer_in, rows, shares
+from tests.support.plain import Branches, loss_of, optimizer_in, rows, shares
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("plain", {}),

@@ -19,12 +19,14 @@ from torch.nn.utils import clip_grad_norm_
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from lwopt_backend.migration import load_named_state
-from tests.support import fsdp2, owned
+from tests.support import fsdp2
 from tests.support.cells import cells, with_full
 from tests.support.engines import ENGINES, OWNED, ZERO, Cell, Engine, ExactLM, OnFSDP2, check, exact, model_for, running
 from tests.support.models import MATRICES, NORM_ROUNDING, largest_difference
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import shares
+from tests.support.plain import MODES as PLAIN_MODES
+from tests.support.plain import rows as rows_of
+from tests.support.plain import shares
 from tests.support.ranks import RankPool, gathered
 from tests.support.references import (
     ADAMW,
@@ -58,7 +60,7 @@ LAYOUTS = ("padded", "compact", "auto")
 STORAGE = ("plain", *OWNED)  # owned
 WAYS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {  # further options, and the engines that have them
     "default": (ENGINES, {}),
-    **{name: (("plain",), options) for name, options in owned.MODES.items() if options},
+    **{name: (("plain",), options) for name, options in PLAIN_MODES.items() if options},
     **{f"instances of {size}": (STORAGE, {"group_size": size}) for size in (1, 2)},
     **{policy: (("zero 1", "zero 2"), {"policy": policy}) for policy in ("stay", "balance")},
 }
@@ -354,7 +356,7 @@ def alternate(nets: Nets, make: Callable[[str], Any], parts: Sequence[int], free
         for net in ("gen", "disc") if turn or not late else ("gen",):
             optimizers[net] = optimizers.get(net) or make(net)
         for part in parts:
-            nets(owned.rows(turn, part), name).backward()
+            nets(rows_of(turn, part), name).backward()
         for param in nets.parameters() if len(parts) > 1 else ():
             if param.grad is not None:
                 param.grad /= len(parts)
@@ -415,16 +417,16 @@ def test_one_optimizer_trains_a_list_of_model_chunks(engine: str) -> None:
     alone = Reference(truth, matrices=("gen.0.weight", "gen.2.weight", "disc.0.weight", "disc.2.weight"))
     for step in range(3):
         nets.gen.seen.fill_(step + dist.get_rank() + 1)
-        nets(owned.rows(step, dist.get_rank()), "gen").backward()
+        nets(rows_of(step, dist.get_rank()), "gen").backward()
         optimizer.step()
         optimizer.zero_grad()
         for part in (0, 1):
-            truth(owned.rows(step, part), "gen").backward()
+            truth(rows_of(step, part), "gen").backward()
         alone.step(parts=2)
     found = fsdp2.weights_of(nets if engine == "fsdp2" else copy.deepcopy(nets))
     assert largest_difference(found, dict(truth.named_parameters())) == 0.0
     if engine != "fsdp2":
-        nets.gen(owned.rows(3, 0))  # whose hook waits for the first rank's buffers
+        nets.gen(rows_of(3, 0))  # whose hook waits for the first rank's buffers
         assert nets.gen.seen == 3
 
 

@@ -20,7 +20,7 @@ from tests.support.cells import cells
 from tests.support.engines import Alone, Cell, Engine, ExactLM, exact, running
 from tests.support.models import NORM_ROUNDING, largest_difference
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import (
+from tests.support.plain import (
     Branches,
     Turn,
     assert_same,
@@ -35,7 +35,7 @@ from tests.support.owned import (
     step_all,
     train_ours,
 )
-from tests.support.owned import truth as owned_truth
+from tests.support.plain import truth as owned_truth
 from tests.support.references import MUON, newton_schulz_in_float32
 from tests.support.zero import engine_for, own_settings
 

@@ -16,7 +16,7 @@ from tests.support.engines import Cell, ExactLM, running
 from tests.support.launcher import run_on_ranks, succeeds
 from tests.support.models import VOCABULARY, UnevenLM, largest_difference
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import shares
+from tests.support.plain import shares
 from tests.support.ranks import RankPool
 
 ENGINES = ("plain", "fsdp2")

@@ -186,7 +186,7 @@ REFUSED = {
     "precondition and per_head": {"precondition": "muoneq_r", "per_head": True},
     "the second moments of NorMuon": {"matrix": "normuon"},
     "expected 1 without block_period": {"block_period": 1},
-    "plain PyTorch and DeepSpeed's storage 'owned' keep every matrix whole": {},
+    'plain PyTorch and DeepSpeed with "storage": "owned" keep every matrix whole': {},
 }
 
 

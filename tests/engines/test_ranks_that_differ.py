@@ -27,7 +27,7 @@ from tests.support.engines import ENGINES, ZERO, Cell, Engine, ExactLM, UnderDee
 from tests.support.launcher import run_on_ranks
 from tests.support.models import largest_difference
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import shares
+from tests.support.plain import shares
 from tests.support.ranks import RankFailed, RankPool
 from tests.support.references import SECTIONS
 

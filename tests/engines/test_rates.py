@@ -33,7 +33,7 @@ from tests.support.command_line import succeeds
 from tests.support.engines import ENGINES, OWNED, ZERO, Cell, Engine, ExactLM, UnderDeepSpeed, running
 from tests.support.models import UnevenLM, largest_difference
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import shares
+from tests.support.plain import shares
 from tests.support.references import Reference
 from tests.support.schedules import OF_TORCH, RATES, SCHEDULES, TOTAL, all_of, alone, lr_scheduler, moved
 from tests.support.schedules import rates as rates_of_steps

@@ -392,7 +392,7 @@ def test_deepspeed_settings_that_cannot_work_are_refused(storage: str, changes: 
             and "lr_scheduler=lambda optim" in error
         )
     elif storage == "owned":
-        assert "LayerWiseMuon with owned storage does not support this configuration" in error
+        assert 'LayerWiseMuon with "storage": "owned" does not support this configuration' in error
 
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [  # what needs DeepSpeed's device and ranks

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from tests.faults.campaign import SEED, count
 from tests.support.engines import Cell, Engine, ExactLM, running
-from tests.support.owned import BUCKET_MB
+from tests.support.plain import BUCKET_MB
 from tests.support.ranks import RankFailed, RankPool, gathered
 
 SAVES = 6  # of a writer that is not killed

@@ -22,8 +22,8 @@ from tests.support.command_line import succeeds
 from tests.support.engines import Cell, ExactLM, check, running
 from tests.support.models import largest_difference
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import shares
 from tests.support.pages import blocks
+from tests.support.plain import shares
 from tests.support.ranks import RankPool
 from tests.support.references import CLASSES, SECTIONS, Reference
 

@@ -28,7 +28,7 @@ from lwopt_backend.integrations import fsdp2 as fsdp2_engine
 from lwopt_backend.integrations.deepspeed_zero import LayerWise
 from tests.support import fsdp2
 from tests.support.models import NORM_ROUNDING, UnevenLM, largest_difference
-from tests.support.owned import BUCKET_MB, rounded, shares
+from tests.support.plain import BUCKET_MB, rounded, shares
 from tests.support.ranks import gathered
 from tests.support.references import (
     RULES,

@@ -36,7 +36,7 @@ IMPORTED = ["torch._dynamo", "torch.distributed.checkpoint", "transformers.train
 IMPORTED += ["deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.superoffload.superoffload_stage3"]
 IMPORTED += ["deepspeed.runtime.zero.muon.muon_optimizer", "lwopt_backend.integrations.deepspeed_zero"]
 IMPORTED += [
-    f"tests.support.{name}" for name in ("checkpoint_engines", "command_line", "engines", "fused", "on_ranks", "owned")
+    f"tests.support.{name}" for name in ("checkpoint_engines", "command_line", "engines", "fused", "on_ranks", "plain")
 ]
 IMPORTED += ["tests.support.prepared"]  # last
 TIMEOUT_SECONDS = 600.0  # of a call, and of a start: nothing takes a tenth of it but on a machine that is overloaded

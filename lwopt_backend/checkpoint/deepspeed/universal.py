@@ -58,8 +58,8 @@ def read(tag: Path) -> Checkpoint:
     common = load_mapping(tag / ds.UNIVERSAL_MARK)
     if MARK in common:
         raise CheckpointError(
-            f"{tag}: expected owned storage converted by lwopt, found a conversion by DeepSpeed, which loses state "
-            "other than Adam's; convert the original checkpoint with lwopt convert --to universal"
+            f'{tag}: expected "storage": "owned" converted by lwopt, found a conversion by DeepSpeed, which loses '
+            "state other than Adam's; convert the original checkpoint with lwopt convert --to universal"
         )
     ours = plain(common.get(OURS) or {})
     states, parts = _model_states(tag)

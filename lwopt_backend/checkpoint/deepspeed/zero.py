@@ -353,7 +353,7 @@ def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
             owners.setdefault(name, {}).update(of_places)  # ranks may own matrices of one parameter
     for name, of_places in owners.items():
         gathered[name].owner = ds.owner_states(dict(sorted(of_places.items())))
-    format = f"lwopt owned storage in deepspeed, stage {first.get('zero_stage')}"
+    format = f'deepspeed with "storage": "owned", stage {first.get("zero_stage")}'
     matrices = {name: list(of_member) for name, _, _, of_member in members}
     return ds.checkpoint_of(states, format, gathered, groups, first, matrices)
 

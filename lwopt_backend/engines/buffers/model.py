@@ -372,7 +372,7 @@ def described(core: BufferCore, groups: Sequence[Mapping[str, Any]]) -> report.D
         whose = f"{count} {'ranks that share experts' if number else 'data-parallel ranks'}"
         kinds = [bucket.kind for bucket in plan.buckets]
         counts = f"{kinds.count('matrix')} matrix and {kinds.count('elementwise')} element-wise bucket(s)"
-        storage = f"Storage: owned by {whose}; {counts}, {plan.padding} elements of padding."
+        storage = f"Buffers of {whose}: {counts}, {plan.padding} elements of padding."
         yield [storage, *plan.choices, _table(core, groups, planned)]
 
 

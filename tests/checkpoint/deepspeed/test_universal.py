@@ -38,7 +38,7 @@ from tests.support.checkpoint_engines import settings_for as of_engine
 from tests.support.command_line import succeeds
 from tests.support.fused import ATOMS, FusedLM
 from tests.support.models import MATRICES, UnevenLM, batch
-from tests.support.owned import BUCKET_MB
+from tests.support.plain import BUCKET_MB
 from tests.support.ranks import RankPool
 from tests.support.references import ELEMENTWISE, SECTIONS
 from tests.support.schedules import METRICS, RATES, SCHEDULES, all_of, alone, takes_metric

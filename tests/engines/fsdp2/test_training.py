@@ -51,7 +51,7 @@ from tests.support.fsdp2 import (
 )
 from tests.support.models import NORM_ROUNDING, UnevenLM, batch, largest_difference
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import optimizers_of
+from tests.support.plain import optimizers_of
 from tests.support.ranks import gathered
 
 NO_GRADIENT = ("layers.0.weight", "layers.2.bias", "gate.weight")

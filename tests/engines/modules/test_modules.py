@@ -31,7 +31,7 @@ from tests.support.engines import Alone, ExactLM
 from tests.support.fsdp2 import fsdp, layer_wise, set_weights, whole
 from tests.support.fused import Experts
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import optimizer_for, shares, step_all
+from tests.support.plain import optimizer_for, shares, step_all
 from tests.support.ranks import gathered
 
 INF, NAN = math.inf, math.nan

@@ -27,7 +27,7 @@ from tests.support.engines import Rounded, exact
 from tests.support.fsdp2 import whole
 from tests.support.models import VOCABULARY, batch
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import step_all
+from tests.support.plain import step_all
 from tests.support.references import ADAMW, MUON, torchs
 
 WIDTH, MICRO_BATCHES, ROWS, CLIP = 24, 4, 2, 0.05

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lwopt_backend import LayerWiseOptimizer
 from tests.support.cells import cells
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import Turn, assert_same, exact_sums, optimizer_in, rows, train_ours, truth
+from tests.support.plain import Turn, assert_same, exact_sums, optimizer_in, rows, train_ours, truth
 from tests.support.ranks import gathered
 
 EXPERTS = 4  # ranks 0 and 2 have the first two, ranks 1 and 3 the others

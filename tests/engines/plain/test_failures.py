@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lwopt_backend.runtime.collectives import TorchCollectives
 from tests.support.cells import cells
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import Branches, Turn, assert_same, back, made, optimizer_in, train_ours, truth
+from tests.support.plain import Branches, Turn, assert_same, back, made, optimizer_in, train_ours, truth
 from tests.support.ranks import RankPool
 
 

@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.presence import largest_of_all
-from tests.support import owned
+from tests.support import plain
 from tests.support.cells import cells
 from tests.support.models import LinearLoss, UnevenLM
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import exact_sums, shares
+from tests.support.plain import exact_sums, shares
 from tests.support.zero import Masters, batch_shares
 
 # keep_full_grads: mean gradients in param.grad, to look at and to change
@@ -34,13 +34,13 @@ USES |= {"a branch per rank": lambda rank: "left" if rank else "right", "one bra
 def test_kept_gradients_are_those_of_ddp(use: str, layout: str) -> None:
     """On gradients as they are; accumulated locally, then reduced, then another pass on top of the reduced ones."""
     rank = dist.get_rank()
-    wrapped = DistributedDataParallel(owned.Branches(), find_unused_parameters=True)
-    model = owned.Branches()
-    optimizer = owned.optimizer_in(model, "kept gradients", layout=layout)
+    wrapped = DistributedDataParallel(plain.Branches(), find_unused_parameters=True)
+    model = plain.Branches()
+    optimizer = plain.optimizer_in(model, "kept gradients", layout=layout)
     for part, apart in enumerate([True, False, False]):
         for trained, no_sync in ((model, optimizer.no_sync), (wrapped, wrapped.no_sync)):
             with no_sync() if apart else contextlib.nullcontext():
-                owned.Turn(trained, 0, rank).back(part, use=USES[use](rank))
+                plain.Turn(trained, 0, rank).back(part, use=USES[use](rank))
         for ours, theirs in zip(model.parameters(), wrapped.module.parameters()):
             assert (ours.grad is None) == (theirs.grad is None)
             assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
@@ -58,33 +58,33 @@ def change(model: Any) -> None:
 
 @on_ranks(2, 3)
 def test_what_the_user_does_to_gradients_is_stepped_on() -> None:
-    owned.assert_trains_exactly(mode="kept gradients", change=change)
+    plain.assert_trains_exactly(mode="kept gradients", change=change)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_only_a_zero_gradient_is_stepped_on(set_to_none: bool) -> None:
-    model = owned.Branches()
-    optimizer = owned.optimizer_in(model, "kept gradients")
+    model = plain.Branches()
+    optimizer = plain.optimizer_in(model, "kept gradients")
     for step, use in enumerate(["both", "left"]):
         model.zero_grad(set_to_none=set_to_none)
         before = model.right.weight.detach().clone()
-        owned.Turn(model, step, 0).back(use=use)
+        plain.Turn(model, step, 0).back(use=use)
         optimizer.step()
     assert torch.equal(before, model.right.weight) == set_to_none
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("mode", owned.MODES)
+@pytest.mark.parametrize("mode", plain.MODES)
 def test_grad_scaler_unscales_and_skips_on_all_ranks(mode: str) -> None:
     """Fixed: GradScaler neither unscaled nor skipped in plain PyTorch. In its second step one gradient overflows on one
     rank, so only its owner has it; the truth is a loop without that step. Scales are powers of two and sums of two
     commute, so not a bit may differ."""
-    model, expected = owned.Branches(), owned.Branches()
-    optimizer, theirs = owned.optimizer_in(model, mode), owned.optimizers_of(expected)
+    model, expected = plain.Branches(), plain.Branches()
+    optimizer, theirs = plain.optimizer_in(model, mode), plain.optimizers_of(expected)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=1000)
     for step in range(4):
-        turn = owned.Turn(model, step, dist.get_rank())
+        turn = plain.Turn(model, step, dist.get_rank())
         overflows = (step, turn.rank) == (1, 0)
         handle = model.left.weight.register_hook(lambda grad, by=math.inf if overflows else 1.0: grad * by)
         scaler.scale(turn.loss()).backward()
@@ -93,24 +93,24 @@ def test_grad_scaler_unscales_and_skips_on_all_ranks(mode: str) -> None:
         scaler.update()
         optimizer.zero_grad()
         if step != 1:
-            owned.mean_gradients(expected, owned.Turn.back, step)
-            owned.step_all(theirs)
+            plain.mean_gradients(expected, plain.Turn.back, step)
+            plain.step_all(theirs)
     optimizer.synchronize()
-    owned.assert_same(model, expected)
+    plain.assert_same(model, expected)
     assert scaler.get_scale() == 2.0**3
 
 
 @on_ranks(1, 2)
 def test_a_pass_that_follows_a_norm_under_no_sync_counts() -> None:
-    model, optimizer = owned.made()
+    model, optimizer = plain.made()
     for step in range(2):
-        turn = owned.Turn(model, step, dist.get_rank())
+        turn = plain.Turn(model, step, dist.get_rank())
         with optimizer.no_sync():
             turn.back(0)
             optimizer.grad_norm()
             turn.back(1)
-        owned.step_all([optimizer])
-    owned.assert_same(model, owned.truth(2, scenario=owned.micro_batches(True, True)))
+        plain.step_all([optimizer])
+    plain.assert_same(model, plain.truth(2, scenario=plain.micro_batches(True, True)))
 
 
 # Norms and zeros: every element counts once
@@ -130,7 +130,7 @@ def with_zeros(tied: bool = False) -> nn.Module:
 
 def after_backward(tied: bool = False, **options: Any) -> Any:
     model = with_zeros(tied)
-    optimizer = owned.optimizer_for(model, **options)
+    optimizer = plain.optimizer_for(model, **options)
     model(*shares(0, dist.get_world_size())[dist.get_rank()]).backward()
     return optimizer
 
@@ -202,13 +202,13 @@ def test_no_norm_and_no_maximum_hides_a_nan(bad: int) -> None:
 def test_a_mean_has_the_range_of_ddp(layout: str, group_size: int | None, keep: bool) -> None:
     """fp16 ends at 65504: two gradients of 60000 overflow, and so does the sum of what three divide by two."""
     model = UnevenLM().half()
-    optimizer = owned.optimizer_for(model, layout=layout, group_size=group_size, keep_full_grads=keep)
+    optimizer = plain.optimizer_for(model, layout=layout, group_size=group_size, keep_full_grads=keep)
     torch.stack([60000 * param.float().sum() for param in model.parameters()]).sum().backward()
     assert float(optimizer.grad_norm(norm_type=math.inf)) == pytest.approx(60000, rel=2**-10)
 
 
 # 16-bit parameters: as one process that keeps fp32 masters
-NARROW = {**owned.MODES, "fp32 gradients": {"grad_dtype": "float32"}}
+NARROW = {**plain.MODES, "fp32 gradients": {"grad_dtype": "float32"}}
 
 
 def narrow(dtype: torch.dtype, mixed: bool) -> nn.Module:
@@ -231,17 +231,17 @@ def test_narrow_models_equal_fp32_masters(dtype: torch.dtype, mixed: bool, layou
     """On gradients as they are: a sum of two ranks' has one value, in the dtype on the way."""
     model, single = narrow(dtype, mixed), Masters(dtype, mode == "fp32 gradients", predivided=True)
     single.low = narrow(dtype, mixed)
-    optimizer = owned.optimizer_for(model, layout=layout, **NARROW[mode])
+    optimizer = plain.optimizer_for(model, layout=layout, **NARROW[mode])
     for step in range(4):
         if load and step == 2:
             weights = {name: param + 0.25 for name, param in single.low.state_dict().items()}
             for each in (model, single.low, single.model):
                 each.load_state_dict(weights)
         model(*batch_shares(step, 2)[dist.get_rank()]).backward()
-        owned.step_all([optimizer])
+        plain.step_all([optimizer])
         single.advance(step, 2, scale=2.0)  # its loss is that of two micro-batches, halved
     optimizer.synchronize()
-    owned.assert_same(model, single.low)
+    plain.assert_same(model, single.low)
 
 
 @on_ranks(2)

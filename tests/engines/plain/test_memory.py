@@ -26,7 +26,7 @@ from tests.support.engines import OWNED as UNDER_DEEPSPEED
 from tests.support.engines import ZERO, Cell, running
 from tests.support.models import UnevenLM
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import optimizer_for, shares
+from tests.support.plain import optimizer_for, shares
 from tests.support.ranks import RankPool, gathered
 
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -42,7 +42,7 @@ from tests.support.checkpoint_contents import same
 from tests.support.command_line import too_large
 from tests.support.models import UnevenLM
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import BUCKET_MB, optimizer_for, shares, train, train_ours
+from tests.support.plain import BUCKET_MB, optimizer_for, shares, train, train_ours
 from tests.support.ranks import RankPool, gathered
 from tests.support.zero import ADAMW, MUON
 

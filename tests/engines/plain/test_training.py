@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lwopt_backend.runtime.buffers import BucketBuffers, PartsPending
 from lwopt_backend.runtime.collectives import TorchCollectives
-from tests.support import owned as scenarios
+from tests.support import plain as scenarios
 from tests.support.models import largest_difference
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import Branches, Turn, assert_same, back, exact_sums, optimizer_in, rows, train_ours, truth
+from tests.support.plain import Branches, Turn, assert_same, back, exact_sums, optimizer_in, rows, train_ours, truth
 from tests.support.ranks import gathered
 
 ALL = tuple(scenarios.MODES)

@@ -20,7 +20,7 @@ from tests.support.checkpoint_contents import same
 from tests.support.engines import OWNED, ZERO, Cell, ExactLM, exact, running
 from tests.support.models import MATRICES, NORM_ROUNDING
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import shares
+from tests.support.plain import shares
 from tests.support.zero import Reference, engine_for, full_weights, settings_for
 
 CPU = {"device": "cpu"}

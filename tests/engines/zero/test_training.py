@@ -431,8 +431,8 @@ def test_first_rank_reports_owners_and_unused_settings() -> None:
     settings["zero_optimization"]["reduce_bucket_size"] = 1000
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         zero.build(settings)
-    without = "Without effect on owned storage: zero_optimization.reduce_bucket_size."
-    for line in ("Storage: owned by 2 data-parallel ranks", without, "4 of 11 trained parameters are matrices"):
+    without = 'Without effect with "storage": "owned": zero_optimization.reduce_bucket_size.'
+    for line in ("Buffers of 2 data-parallel ranks: ", without, "4 of 11 trained parameters are matrices"):
         assert (line in printed.getvalue()) == (dist.get_rank() == 0)
 
 

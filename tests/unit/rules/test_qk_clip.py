@@ -21,7 +21,7 @@ from lwopt_backend.runtime.state import StatePiece, part_of
 from tests.support.cells import cells
 from tests.support.fused import ATOMS, PER_HEAD, FusedLM, HeadsLM
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import optimizer_for, shares
+from tests.support.plain import optimizer_for, shares
 from tests.support.references import random
 from tests.support.zero import config, engine_for
 
