@@ -26,7 +26,7 @@ MEGATRON = f"""# Megatron's names here
 {MADE}
 
 **What is this name of Megatron-Core called here?** Each row has a name of Megatron-Core 0.19.2, what it is in this
-package, and the test that checks it: a file in `tests/`, and the test's name in words.
+package and, in the checkout's page, the test that checks it: a file in `tests/`, and the test's name in words.
 The rows are in `docs/data/megatron_names.csv`. [From Megatron-LM](from_megatron.md) moves checkpoints and runs, and
 [the table of flags](migration.md#megatrons-dist_muon) has the values of options."""
 SYSTEMS = {

@@ -10,6 +10,7 @@ import posixpath
 import re
 import shutil
 from pathlib import Path
+from textwrap import indent
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
@@ -33,6 +34,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     shutil.rmtree(PACKAGE, ignore_errors=True)
     for source, name in (("lwopt_backend", "lwopt_backend"), ("integrations", "lwopt_backend/integrations")):
         shutil.copytree(ROOT / source, PACKAGE / name, ignore=shutil.ignore_patterns("__pycache__"))
+    # The one place of the project's address.
+    address = re.search(r'^Source = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    config.repo_url = address[1] if address else None
     return config
 
 
@@ -56,6 +60,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = page.file.src_uri
     if here == "index.md":
         page.meta["hide"] = ["navigation"]  # the column would show nothing but "Home"
+    if here == "megatron_names.md":  # the names of tests are for those who have the checkout
+        markdown = re.sub(r"^(\|.*) [^|]*\|$", r"\1", markdown, flags=re.MULTILINE)
 
     def relinked(match: re.Match[str]) -> str:
         place = place_of(match[1], here)
@@ -64,14 +70,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     parts = CODE.split(markdown)
     parts[::2] = [LINK.sub(relinked, part) for part in parts[::2]]
     parts[1::2] = [titled(part) for part in parts[1::2]]
-    return "".join(parts)
+    return tabs("".join(parts)) if here == "index.md" else "".join(parts)
 
 
-@event_priority(-100)  # after the search has written its index
-def on_post_build(config: MkDocsConfig) -> None:
-    """Without this script, a page opened without a server stops before the switch of colors works."""
-    search = Path(config.site_dir, "search")
-    (search / "search_index.js").write_text(f"var __index = {(search / 'search_index.json').read_text()}")
+def tabs(page: str) -> str:
+    """The home page with the engines of its first section side by side, a tab each."""
+    before, heading, rest = page.partition("## What changes in your code\n")
+    section, following, after = rest.partition("\n## ")
+    first, *engines = re.split(r"^### (.*)\n", section, flags=re.MULTILINE)
+    made = [f'=== "{name}"\n\n{indent(text.strip(), "    ")}\n' for name, text in zip(engines[::2], engines[1::2])]
+    return before + heading + first + "\n".join(made) + following + after
 
 
 def place_of(target: str, page: str) -> str | None:

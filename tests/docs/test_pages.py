@@ -38,6 +38,7 @@ from tests.support.ranks import RankPool
 from tests.support.references import REGISTERED
 
 README, MIGRATION = PAGES["README"], PAGES["migration"]
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 FILES = {block.name: block.text for block in blocks("start/quickstart") if "." in block.name}
 RUNS = [block.text for block in blocks("start/quickstart", "bash", "run") if block.text.startswith("deepspeed ")]
 SAYS_ITS_RANK = "print(f'rank {args.local_rank}\\n', end='')\n"  # in one write, which another rank's cannot cut in two
@@ -232,6 +233,24 @@ def test_each_of_megatrons_names_has_a_test_that_exists() -> None:
     assert [flag for flag in flags if flag not in said] == []
 
 
+def test_the_readme_installs_from_the_projects_address() -> None:
+    """Which ``[project.urls]`` has, the one place of it; without one, the reader puts in that of a clone."""
+    address, *_ = [*re.findall(r'^Source = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE), "ADDRESS"]
+    assert f'pip install "lwopt-backend[deepspeed] @ git+{address}"' in README
+    assert ("`ADDRESS` is that of your clone" in README) == (address == "ADDRESS")
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    named = set(
+        re.findall(r"`(?:tests/)?((?:\w+/)*test_\w+\.py)(?:::(\w+))?`", "".join([*PAGES.values(), CONTRIBUTING]))
+    )
+    assert len(named) > 40
+    there = {path.as_posix(): path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    texts = {file: [text for path, text in there.items() if path.endswith(f"/{file}")] for file, _ in named}
+    assert [file for file in texts if not texts[file]] == []
+    assert [(file, test) for file, test in named if test and f"\ndef {test}(" not in "".join(texts[file])] == []
+
+
 def test_the_readme_names_the_versions_that_are_tested() -> None:
     torch_versions = [release.rpartition(".")[0] for release in VERSIONS["torch"].tested]
     assert f"FSDP2 of torch {torch_versions[0]} to {torch_versions[-1]}" in README
@@ -273,12 +292,12 @@ def test_the_messages_in_troubleshooting_are_ours() -> None:
 
 
 def test_make_commands_exist_and_ci_runs_the_readmes() -> None:
-    texts = README + (ROOT / "CONTRIBUTING.md").read_text()
+    texts = README + CONTRIBUTING
     targets = {name for pair in re.findall(r"^make ([\w-]+)$|`make ([\w-]+)[` ]", texts, re.MULTILINE) for name in pair}
     assert targets - {""} >= {"train", "check", "test", "test-full", "test-peers", "docs", "compare"}
     subprocess.run(["make", "--dry-run", *sorted(targets - {""})], cwd=ROOT, check=True, capture_output=True)
     steps = re.findall(r"^(?:exec )?make (\w+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    assert steps == ["check", "test"] and "`make check`" in README and "\nmake test\n" in README
+    assert steps == ["check", "test"] and "`make check`" in README and "`make test`" in README
 
 
 def test_every_method_that_a_page_names_exists() -> None:
