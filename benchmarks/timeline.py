@@ -62,19 +62,21 @@ def passes_of(session: Session, planned: Planned, setting: Setting, given: Given
 
 TOKENS = 8192  # of a rank and step, where passes are played
 ACTIVE = {"qwen3-30b-a3b": 8 / 128, "deepseek-v3": 8 / 256}  # the experts that a token passes
-CELLS = (
-    ("llama3.1-8b", 8),
-    ("llama3.1-8b", 64),
-    ("llama3.1-70b", 64),
-    ("llama3.1-70b", 512),
-    ("qwen3-30b-a3b", 64),
-    ("deepseek-v3", 1024),
+CELLS: tuple[tuple[str, int, int], ...] = (  # models on copies of shards
+    ("llama3.1-8b", 1, 8),
+    ("llama3.1-8b", 1, 64),
+    ("llama3.1-8b", 8, 8),
+    ("llama3.1-70b", 1, 64),
+    ("llama3.1-70b", 1, 512),
+    ("qwen3-30b-a3b", 1, 64),
+    ("qwen3-30b-a3b", 4, 64),
+    ("deepseek-v3", 1, 1024),
 )
 ONLY = {"deepseek-v3": ("FSDP2",)}
 FITS = 0.75  # of a device's memory, which leaves room for the model's activations
 
 
-WAYS: dict[str, dict[str, Any]] = {  # engines with options, and whether the model's passes are played
+WAYS: dict[str, dict[str, Any]] = {  # engines with options, and whether the model's passes are played; of one copy
     "ZeRO 1, 2": {"engine": "zero1"},
     "ZeRO 3": {"engine": "zero3"},
     "FSDP2": {"engine": "fsdp2"},
@@ -86,17 +88,23 @@ WAYS: dict[str, dict[str, Any]] = {  # engines with options, and whether the mod
         "options": {"overlap_param_gather": True},
     },
 }
+HYBRID: dict[str, dict[str, Any]] = {  # HSDP, as the plan chooses, and both ways
+    "FSDP2": {"engine": "fsdp2"},
+    "FSDP2, share_copies": {"engine": "fsdp2", "options": {"share_copies": True}},
+    "FSDP2, share_copies: false": {"engine": "fsdp2", "options": {"share_copies": False}},
+}
 
 
 def rows(models: Sequence[str] = ()) -> Iterator[list[str]]:
     """The table's rows, of ``models`` if any are named: the model and its ranks, the engine, buckets, milliseconds of
     the step; the step over the busiest rank's own work, over the mean work, and with the passes over their bound; the
     wire's milliseconds, and the share that is hidden."""
-    for model, ranks in CELLS:
-        for name, way in WAYS.items():
-            if (models and model not in models) or name not in ONLY.get(model, WAYS):
+    for model, copies, shards in CELLS:
+        for name, way in (WAYS if copies == 1 else HYBRID).items():
+            if (models and model not in models) or name not in ONLY.get(model, (*WAYS, *HYBRID)):
                 continue
-            planned = study(model, way["engine"], ranks, stack=model in ACTIVE, options=way.get("options"))
+            options = {**way.get("options", {}), **({"group_size": shards} if copies > 1 else {})}
+            planned = study(model, way["engine"], copies * shards, stack=model in ACTIVE, options=options)
             if way["engine"] == "plain" and not _fits(planned):
                 continue
             given = Given(TOKENS, ACTIVE.get(model, 1.0)) if "passes" in way else None
@@ -105,6 +113,7 @@ def rows(models: Sequence[str] = ()) -> Iterator[list[str]]:
             step = played.seconds - played.given
             ratios = (step / played.works[played.busiest], step / played.mean_work, played.seconds / played.bound)
             wire = [f"{played.wire * 1e3:.1f}", f"{played.hidden:.0%}"]
+            ranks = f"{copies} x {shards}" if copies > 1 else str(shards)
             yield [f"{model}, {ranks}", name, str(buckets), f"{step * 1e3:.1f}", *(f"{r:.2f}" for r in ratios), *wire]
 
 
@@ -115,7 +124,7 @@ def _fits(planned: Study) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="*", help=f"of {', '.join(dict.fromkeys(model for model, _ in CELLS))}")
+    parser.add_argument("model", nargs="*", help=f"of {', '.join(dict.fromkeys(model for model, *_ in CELLS))}")
     parser.add_argument("--json", type=Path, help="write the rows there")
     options = parser.parse_args()
     found = []

@@ -20,7 +20,7 @@ from lwopt_backend.plan import MatrixPlan
 from lwopt_backend.rules import WeightRule
 
 Place = tuple[str, int]  # a part of the step, and its bucket
-OF_PIECES = ("out", "apply")  # parts of a step at what a rank stores of a bucket
+OF_PIECES = ("out", "apply")  # parts of a step at what a rank stores of a bucket, copies included
 
 
 class Amount(NamedTuple):
@@ -34,7 +34,7 @@ def records(session: Session, template: Record) -> Iterator[tuple[Record, int]]:
     """The distinct records of all ranks that share the plan, each with the number of ranks that have it.
 
     ``template`` is the session's own. Ranks of other instances than the first do as those of the first. Raises
-    ValueError for what cannot be generated: weights that are sent, several matrix rules, copies of elements.
+    ValueError for what cannot be generated: weights that are sent, several matrix rules.
     """
     generator = Generator(session, template)
     return iter(Counter(map(generator.record_of, range(session.planned.group_size))).items())
@@ -50,12 +50,16 @@ class Generator:
         self._itemsize = rules[0].exchange_dtype.itemsize
         self._session, self._engine, self._template = session, session.engine, template
         self._amounts: dict[tuple[Place, int], Amount] = defaultdict(Amount)  # by part and rank
-        self._kept: Counter[tuple[int, int]] = Counter()  # elements that a rank stores and owns, by bucket and rank
+        self._sent: Counter[tuple[int, int]] = Counter()  # elements that a rank sends to owners, by bucket and rank
+        self._kept: Counter[tuple[int, int]] = Counter()  # those among them that it owns itself
+        self._returned = "own"  # the part in which the last collective of a bucket starts
         if isinstance(self._engine, PlainEngine):
             self._count_buckets(self._engine)
         else:
             assert isinstance(self._engine, (MeshEngine, FlatEngine))
-            self._count_pieces([plan for _, plan in self._engine.matrix_steppers])
+            plans = [plan for _, plan in self._engine.matrix_steppers]
+            self._count_pieces(plans)
+            self._returned = "own" if plans[0].rows is None else "column"
         self._of_part = {place for place, _ in self._amounts}
         self._prices: dict[str, tuple[Amount, int, list[Work]]] = {}
 
@@ -78,14 +82,13 @@ class Generator:
                 self._add(("local", unit), owners[atom], plan.atoms[atom].cost, plan.atoms[atom].numel)
 
     def _store(self, number: int, plan: MatrixPlan, atom: int) -> None:
-        parts = {part.rank: part.numel for part in plan.layout.fragments(atom) if part.numel}
-        if sum(parts.values()) != plan.atoms[atom].numel:
-            raise ValueError("records of ranks are generated for layouts without copies of elements")
-        for rank, numel in parts.items():
-            for part in OF_PIECES:
-                self._add((part, number), rank, 0, numel)
+        for piece in plan.layout.fragments(atom):
+            for part in OF_PIECES if piece.numel else ():
+                self._add((part, number), piece.rank, 0, piece.numel)
         owner = plan.ownership.owners[atom]
-        self._kept[number, owner] += parts.get(owner, 0)
+        for piece in plan.layout.sources(atom, owner):
+            self._sent[number, piece.rank] += piece.numel
+            self._kept[number, piece.rank] += piece.numel if piece.rank == owner else 0
 
     def _count_buckets(self, engine: PlainEngine) -> None:
         """What ranks own of each bucket in plain PyTorch."""
@@ -139,7 +142,7 @@ class Generator:
                 found += self._works(("own" if event.at[0] == "back" else event.at[0], event.at[1]), rank)
                 event = replace(event, nbytes=self._nbytes(event, rank))
             found.append(event)
-            if isinstance(event, Wait) and ways[event.start][0] == "own":
+            if isinstance(event, Wait) and ways[event.start][0] == self._returned:
                 found += self._works(("apply", ways[event.start][1]), rank)
         return tuple(found)
 
@@ -173,5 +176,5 @@ class Generator:
             return event.nbytes * mine // max(1, theirs)
         if event.kind != "all-to-all":
             return event.nbytes
-        stored, owned = self._amounts[("out", number), rank].numel, self._amounts[("own", number), rank].numel
-        return (max(stored, owned) - self._kept[number, rank]) * self._itemsize
+        sent, owned = self._sent[number, rank], self._amounts[("own", number), rank].numel
+        return (max(sent, owned) - self._kept[number, rank]) * self._itemsize

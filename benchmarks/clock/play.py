@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.clock.record import COMPUTE, Event, Join, Record, Start, Wait, Work
-from lwopt_backend.plan.cost import LAUNCH_SECONDS, Machine
+from lwopt_backend.plan.cost import LAUNCH_SECONDS, MEMORY_BYTES_PER_SECOND, Machine
 
-# Bytes per second that element-wise kernels read and write: 80 % of the peak of a device's memory, by cluster.
-MEMORY = {"h100-8x-ib": 2.7e12}
+MEMORY = {"h100-8x-ib": MEMORY_BYTES_PER_SECOND}  # of element-wise kernels, by cluster
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.runtime import collectives
 from lwopt_backend.runtime.buffers import BucketBuffers
+from lwopt_backend.runtime.exchange import Arrival
 from lwopt_backend.runtime.step import MatrixStepper
 
 # What a record consists of. Numbers of buckets count through all plans of an engine.
@@ -319,3 +320,5 @@ def _places(engine: Engine, tracer: Tracer) -> Iterator[Any]:
     for name, part in parts.items():
         yield named(MatrixStepper, name, part, lambda stepper, bucket, *_: first[units[id(stepper)]] + bucket)
     yield named(MatrixStepper, "_step_local", "local", lambda stepper, *_: units[id(stepper)])
+    ways = [id(way) for stepper, _ in engine.matrix_steppers for way in stepper._back]
+    yield named(Arrival, "passed_on", "column", lambda arrival, *_: ways.index(id(arrival.way)))

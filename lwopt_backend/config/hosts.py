@@ -205,6 +205,11 @@ class FSDP2Config(ClippingConfig):
         "globs of parameters on meshes of some ranks which are copies of each other. They must be equal; without it, "
         "each mesh has different parameters (experts)",
     )
+    share_copies: bool | None = option(
+        None,
+        "under HSDP, whether the copies share the work, and send each other the updates; or each does all of it by "
+        "itself. None: the one with the shorter modelled step; shared on a CPU, and where a rule keeps owner state",
+    )
     state_dtype: Literal["parameter", "float32"] = option(
         "parameter",
         "dtype of the optimizer's state: the parameter's or its wider grad_dtype, as in torch; or 'float32'",

@@ -235,6 +235,19 @@ def on_blocks(plan: MatrixPlan) -> list[str]:
     ]
 
 
+def on_copies(plan: MatrixPlan) -> list[str]:
+    """A sentence on whether the copies of a mesh (HSDP) share the work, and the modelled times that were compared."""
+    if plan.copies == 1 and plan.instances is None:
+        return []
+    shared = "the copies of each matrix share the work, and send each other the updates"
+    alone = "each copy computes all updates by itself; devices of two types may drift apart"
+    found = f"HSDP: {shared if plan.instances is None else alone}."
+    if plan.compared is not None:
+        both = zip(("shared", "by itself"), plan.compared)
+        found += f" Modelled step: {', '.join(f'{what} {1e3 * seconds:.3g} ms' for what, seconds in both)}."
+    return [found]
+
+
 STACKS = "Stacks: "
 
 

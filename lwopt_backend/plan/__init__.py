@@ -9,7 +9,7 @@ from lwopt_backend.plan.cost import MACHINES, Machine, StepTime
 from lwopt_backend.plan.exchange import Segment, Transfer
 from lwopt_backend.plan.layouts import FlatPartition, Fragment, Layout, ParameterPartition, Replicas
 from lwopt_backend.plan.mesh import MeshLayout, Sharding, TensorShards
-from lwopt_backend.plan.owners import POLICIES, MatrixPlan, Ownership, plan_matrices, plan_spread
+from lwopt_backend.plan.owners import POLICIES, MatrixPlan, Ownership, plan_copies, plan_matrices, plan_spread
 
 __all__ = [
     "MACHINES",
@@ -31,6 +31,7 @@ __all__ = [
     "StepTime",
     "TensorShards",
     "Transfer",
+    "plan_copies",
     "plan_matrices",
     "plan_spread",
 ]

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from lwopt_backend.plan.atoms import Block, TrainedParam
 from lwopt_backend.plan.layouts import (
@@ -153,6 +154,10 @@ class Rows:
         rows, columns = map(set, zip(*self.of))
         return sorted(rows), sorted(columns)
 
+    def place(self, rank: int) -> int:
+        """The place of ``rank`` in its row."""
+        return self.of[rank][0].index(rank)
+
     def turns(self) -> list[int]:
         """Per rank, its number in column order, so that consecutive numbers are in different rows.
 
@@ -181,6 +186,24 @@ class MeshLayout:
         """The rows along the mesh dimensions that replicate every parameter."""
         copied = (set(sharding.copied) for sharding in set(self.shardings))
         return Rows.of_mesh(self.coordinates, set.intersection(*copied)) if self.shardings else None
+
+    @cached_property
+    def instance(self) -> MeshLayout:
+        """One of the ``rows`` by itself, whose ranks are numbered by their places in it."""
+        rows = self.rows
+        assert rows is not None
+        copied = set.intersection(*(set(sharding.copied) for sharding in set(self.shardings)))
+        row = rows.of[0][0]
+
+        def kept(of_dims: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(each for dim, each in enumerate(of_dims) if dim not in copied)
+
+        within = {
+            each: replace(each, mesh_shape=kept(each.mesh_shape), dims=kept(each.dims), late=kept(each.late))
+            for each in dict.fromkeys(self.shardings)
+        }
+        coordinates = tuple(kept(self.coordinates[rank]) for rank in row)
+        return MeshLayout(coordinates, tuple(map(within.__getitem__, self.shardings)))
 
     def fragments(self, index: int) -> Sequence[Fragment]:
         return tuple(self._by_rank(index).values())

@@ -25,7 +25,7 @@ from lwopt_backend.plan.buckets import (
     pipeline,
 )
 from lwopt_backend.plan.buffers.layout import imbalance
-from lwopt_backend.plan.cost import Machine, StepTime, per_rank
+from lwopt_backend.plan.cost import MEMORY_BYTES_PER_SECOND, Machine, StepTime, per_rank
 from lwopt_backend.plan.exchange import (
     Segment,
     Transfer,
@@ -35,7 +35,7 @@ from lwopt_backend.plan.exchange import (
     with_own_blocks,
 )
 from lwopt_backend.plan.layouts import Alike, Fragment, Layout, by_kind
-from lwopt_backend.plan.mesh import Rows, rows_of
+from lwopt_backend.plan.mesh import MeshLayout, Rows, rows_of
 
 if TYPE_CHECKING:
     from typing import Unpack  # from Python 3.11 on
@@ -267,6 +267,8 @@ def exchange_timeline(plan: MatrixPlan, limits: Limits) -> Timeline:
     machine, ranks = limits.machine, plan.layout.world_size
     assert machine is not None
     row, column = (range(ranks), range(1)) if plan.rows is None else plan.rows.of[0]
+    if plan.instances is not None:
+        row, ranks = plan.instances.of[0][0], len(plan.instances.of)
 
     def seconds(nbytes: int, among: Sequence[int], *, direct: bool) -> float:
         stride = among[1] - among[0] if len(among) > 1 else 1
@@ -298,6 +300,64 @@ def plan_spread(
     ``loads`` is each rank's work before the first bucket; ``earlier`` is work before an earlier synchronization.
     """
     return _exchanged(atoms, layout, balance(atoms, layout, loads), limits, loads=loads, earlier=earlier, **wire)
+
+
+def plan_copies(
+    atoms: Sequence[Atom],
+    layout: MeshLayout,
+    limits: Limits,
+    *,
+    share: bool | None = None,
+    loads: Sequence[int] = (),
+    earlier: Sequence[int] = (),
+    **wire: Unpack[Wire],
+) -> MatrixPlan:
+    """Plan matrices on a mesh, whose copies (HSDP) ``share`` the work, or each do all of it by themselves.
+
+    Sharing asks each rank for less work, and sends each update to the other copies. None: what has the shorter step by
+    ``device_bound``, unless that needs larger buffers; without seconds, and on a tie, copies share. ``loads`` and
+    ``earlier`` are as in ``plan_spread``, of all ranks of the mesh.
+    """
+    rows = layout.rows
+
+    def together() -> MatrixPlan:
+        return plan_spread(atoms, layout, limits, loads=loads, earlier=earlier, **wire)
+
+    if rows is None or share or (share is None and not limits.choose):
+        return together()
+
+    def of_instance(work: Sequence[int]) -> list[int]:
+        """The most work of any copy, so that all plan alike."""
+        return [max(work[rank] for rank in rows.of[first][1]) for first in rows.of[0][0]] if work else []
+
+    of_each = {"loads": of_instance(loads), "earlier": of_instance(earlier)}
+    alone = replace(plan_spread(atoms, layout.instance, limits, **of_each, **wire), instances=rows)
+    if share is not None:
+        return alone
+    plans = together(), alone
+    seconds = [device_bound(plan, limits) for plan in plans]
+    needed = [max(plan.exchange_bytes()) for plan in plans]
+    chosen = plans[seconds[1] < seconds[0] and needed[1] <= max(needed[0], FREE_BYTES)]
+    return replace(chosen, compared=(seconds[0], seconds[1]))
+
+
+# Bytes of a device's memory that element-wise operations read and write in a step of Muon, in fp32: momentum, decay
+# and update of an element that a rank stores, and norm, casts and copies of one that it owns. From a record of
+# benchmarks/clock for stacks of 768 x 2048, which has 31 to 44 and 23 to 28.
+STORED_BYTES, OWNED_BYTES = 44, 28
+
+
+def device_bound(plan: MatrixPlan, limits: Limits) -> float:
+    """The modelled seconds, or those of the busiest device with its element-wise work, if they are more.
+
+    ``exchange_timeline`` counts products alone. That is enough to compare plans whose ranks store and own equally much.
+    """
+    timeline, machine = exchange_timeline(plan, limits), limits.machine
+    assert machine is not None
+    nbytes = STORED_BYTES * max(plan.stored_numels()) + OWNED_BYTES * max(plan.owned_numels())
+    device = max(plan.ownership.loads) / machine.flops_per_second + nbytes / MEMORY_BYTES_PER_SECOND
+    begin, end = timeline.buckets[-1].back if timeline.buckets else (0.0, 0.0)  # nothing hides it
+    return max(timeline.seconds, device + end - begin)
 
 
 def plan_matrices(
@@ -371,6 +431,8 @@ class MatrixPlan:
     element_bytes: int = 2  # of one element on the wire
     modelled: tuple[tuple[str, StepTime], ...] = ()
     tensors: int = 1  # sent to the owner: the direction, or the gradient and the weight
+    instances: Rows | None = None  # of a mesh whose copies each follow this plan by themselves, one row an instance
+    compared: tuple[float, float] | None = None  # modelled seconds: work shared over copies, and each by itself
     block_period: int = 1  # steps from one update of whole matrices to the next; each rank's block in those between
     alike: Alike | None = field(default=None, compare=False, repr=False)
 
@@ -452,7 +514,14 @@ class MatrixPlan:
         ] + [
             f"buckets {self.buckets} of {self.tensors} x {self.element_bytes} bytes an element"
             + (f", whole in every step {self.block_period}" if self.block_period > 1 else "")
+            + (f", in each of {self.instances.groups()[0]}" if self.instances is not None else "")
         ]
+
+    def of_mesh(self, of_ranks: Sequence[int]) -> list[int]:
+        """By rank of the mesh, what is ``of_ranks`` of the plan."""
+        if self.instances is None:
+            return [*of_ranks]
+        return [of_ranks[self.instances.place(rank)] for rank in range(len(self.instances.of))]
 
     def owned_counts(self) -> list[int]:
         """Per rank, the number of atoms that it owns."""
@@ -461,6 +530,14 @@ class MatrixPlan:
     def owned_numels(self) -> list[int]:
         """Per rank, the elements of the atoms that it owns."""
         return per_rank(self.ownership.owners, (atom.numel for atom in self.atoms), self.layout.world_size)
+
+    def stored_numels(self) -> list[int]:
+        """Per rank, the elements of the matrices that it stores."""
+        stored = [0] * self.layout.world_size
+        for number, times in Counter(self._alike.numbers).items():
+            for rank, numel in self._alike.numels(number).items():
+                stored[rank] += numel * times
+        return stored
 
     def moved_numel(self) -> list[int]:
         """Per rank, the elements that it stores whose update another rank computes."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
+from itertools import chain
 from operator import add
 from typing import Any
 
@@ -17,8 +18,8 @@ from lwopt_backend.engines.buffers import step as buffers_step
 from lwopt_backend.engines.buffers.model import rank_memories
 from lwopt_backend.engines.buffers.step import members_of, plan_lines, plan_members
 from lwopt_backend.engines.fsdp2 import plan as mesh
-from lwopt_backend.engines.fsdp2.plan import MeshMember, MeshPlan, by_wire, mesh_state_nbytes, plan_mesh
-from lwopt_backend.engines.report import on_blocks, on_peers, on_stacks
+from lwopt_backend.engines.fsdp2.plan import MeshMember, MeshPlan, by_wire, following, mesh_state_nbytes, plan_mesh
+from lwopt_backend.engines.report import on_blocks, on_copies, on_peers, on_stacks
 from lwopt_backend.engines.zero import plan as flat
 from lwopt_backend.engines.zero.plan import GroupPlan, plan_group, unit_layouts
 from lwopt_backend.groups.grouping import Member
@@ -60,14 +61,19 @@ def host_part(
     up to ``batch_numel`` elements at once. ``before`` is each rank's work before the first plan. ``notes`` are
     sentences on how the host stores parameters.
     """
-    ranks = plans[0].layout.world_size
+    ranks, apart = plans[0].layout.world_size, plans[0].instances
+    of_all = ranks if apart is None else len(apart.of)
     rows = [*_rows(plans)]
     placed = _placed(rows, plans, shared, setting)
     trips = sum(plan.trips(bucket) for plan in plans for bucket in range(len(plan.buckets)))
     sent = [*map(sum, zip(*(plan.wire_bytes() for plan in plans)))]
-    norms = _norms(plans, shared, setting)
+    norms, columns = _norms(plans, shared, setting), _columns(plans)
     added = sum(each.nbytes for each in norms)
-    moved = (Collective("all-to-all to the owners, and back", trips, max(sent)), *norms, *host)
+    exchanged = [
+        *map(sum, zip(*chain.from_iterable(plan.bucket_bytes(range(len(plan.buckets)))[:2] for plan in plans)))
+    ]
+    ways = trips - sum(each.count for each in columns)
+    moved = (Collective("all-to-all to the owners, and back", ways, max(exchanged)), *columns, *norms, *host)
     works = workspaces(placed, batch_numel, travel=True)
     phases, first = [], 0  # of each plan, whose buckets are numbered from there
     for plan in plans:
@@ -78,7 +84,7 @@ def host_part(
     rounds = trips + sum(each.count for each in norms)
     time = StepTime(
         setting.seconds(_path(plans, shared, setting, before, meet=True)),
-        sum(_wire(each, ranks, setting, direct=each is moved[0]) for each in moved),
+        sum(_wire(each, ranks, of_all, setting, direct=each is moved[0]) for each in moved),
         rounds * setting.machine.latency_seconds,
     )
     timelines = [
@@ -86,7 +92,7 @@ def host_part(
     ]
     return Part(
         name,
-        ranks,
+        of_all,
         "compact" if spread else "host",
         f"policy {plans[0].ownership.policy!r}",
         placed,
@@ -98,14 +104,30 @@ def host_part(
         tuple((atom.name, owner, None if bucket < 0 else bucket) for atom, owner, bucket in rows),
         _path(plans, shared, setting, before, meet=False),
         tuple(before),
-        (*notes, *(said for plan in plans for said in (*on_blocks(plan), *on_stacks(plan))), *on_peers(plans)),
+        (*notes, *chain.from_iterable(map(_said, plans)), *on_peers(plans)),
     )
 
 
-def _wire(moved: Collective, ranks: int, setting: Setting, *, direct: bool) -> float:
-    """Seconds on the wire of what ``ranks`` ranks move in a step."""
+def _said(plan: MatrixPlan) -> Iterator[str]:
+    return chain(on_copies(plan), on_blocks(plan), on_stacks(plan))
+
+
+def _wire(moved: Collective, ranks: int, of_all: int, setting: Setting, *, direct: bool) -> float:
+    """Seconds on the wire of what ``ranks`` ranks, an instance of ``of_all``, move in a step."""
     among = moved.ranks or ranks
-    return setting.machine.collective(moved.nbytes, among, stride=moved.stride, of=ranks, direct=direct)[0]
+    return setting.machine.collective(moved.nbytes, among, stride=moved.stride, of=of_all, direct=direct)[0]
+
+
+def _columns(plans: Sequence[MatrixPlan]) -> list[Collective]:
+    """The all-gathers by which rows of ranks pass updates on to their copies."""
+    shared = [plan for plan in plans if plan.rows is not None and plan.buckets]
+    if not shared:
+        return []
+    assert shared[0].rows is not None
+    _, column = shared[0].rows.of[0]
+    passed_on = (plan.bucket_bytes(range(len(plan.buckets)))[2] for plan in shared)
+    nbytes, count = max(map(sum, zip(*passed_on))), sum(len(plan.buckets) for plan in shared)
+    return [Collective("all-gather of updates to copies", count, nbytes, len(column), column[1] - column[0])]
 
 
 def _norms(plans: Sequence[MatrixPlan], shared: Share, setting: Setting) -> list[Collective]:
@@ -424,33 +446,36 @@ def plan_fsdp2_share(
         before.append(loads)
         more = {"earlier" if place else "loads": loads}
         plans.append(plan_mesh(own, groups, rules, config, coordinates, setting.plans_for, **more))
-        done = plans[-1].plan.ownership.loads
-        loads = tuple(map(add, loads, done)) if place else done
+        config = following(config, plans[-1].plan)
+        done = plans[-1].plan.of_mesh(plans[-1].plan.ownership.loads)
+        loads = tuple(map(add, loads, done)) if place else tuple(done)
     matrices = [member for member in members if member.rule in MATRIX_RULES]
     rest = [member for member in members if member.rule not in MATRIX_RULES]
+    of_matrices = [planned.plan for planned in plans if planned.plan.atoms]
+    size = of_matrices[0].layout.world_size if of_matrices else ranks  # of an instance, where each computes by itself
     part = None
     if matrices:
         part = host_part(
             name,
-            [planned.plan for planned in plans if planned.plan.atoms],
+            of_matrices,
             shared,
             setting,
             buffer_numel=_numel(matrices),
             host=_traffic(matrices, setting, shape),
             spread=True,
             batch_numel=_batch(setting, mesh.BATCH_NUMEL),
-            before=() if base is None else base,
+            before=() if base is None else [max(base[place::size]) for place in range(size)],
             notes=[f"Hybrid: {shape[0]} copies of {shape[1]} shards."] if len(shape) > 1 else [],
         )
     return Planned(
         name,
         ranks,
-        ranks,
+        size,
         part,
         Elementwise(_numel(rest), tuple(_traffic(rest, setting, shape))),
-        tuple(_memory(members, shared, setting, coordinates)),
+        tuple(_memory(members, shared, setting, coordinates[:size])),
         tuple(line for planned in plans for line in planned.lines()),
-        loads,
+        loads[:size],
         shared,
         None if base is None else tuple(base),
         tuple(before),

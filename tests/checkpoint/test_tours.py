@@ -284,6 +284,7 @@ TWO, FOUR, THREE = on("plain", 2, **COMPACT), on("plain", 4, **PADDED, bucket_mb
 LAZY, SMALL = {"overlap_param_gather": True}, on("plain", 1, **COMPACT, bucket_mb=0.002)
 INSTANCES = native(on("plain", 4, **AUTO, **PAIRS), on("plain", 2, **COMPACT, **SINGLES), on("plain", 4, **SINGLES))
 SHARDED = [on("fsdp2", 4, sharding=sharding) for sharding in ("several roots", "hybrid")]
+APART = on("fsdp2", 4, sharding="hybrid", share_copies=False)
 MESHES = [on("fsdp2", 4, sharding="tensor parallel"), on("fsdp2", 2, sharding="columns"), on("fsdp2", 3)]
 AS_SAVED: dict[str, Tour] = {
     **{f"compact, {rule}": Tour(rule, native(FOUR, SMALL, THREE)) for rule in ("muon", "soap", "shampoo")},
@@ -314,6 +315,7 @@ AS_SAVED: dict[str, Tour] = {
     ),
     "torch, flat": Tour("muon", native(*(on("plain", n, form="flat", **WIDE) for n in (2, 3))), dtype=BF16),
     "several roots": Tour("muon", native(*SHARDED, on("fsdp2", 3), on("fsdp2", 1))),
+    "hybrid, apart": Tour("soap", native(APART, SHARDED[1], APART, on("fsdp2", 3))),
     "meshes": Tour("soap", native(*MESHES, on("fsdp2", 2, sharding="ignored_params")), model={"hidden": EVEN}),
     **{
         f"fsdp2, {form}, {rule}": Tour(

@@ -147,6 +147,7 @@ SEVERAL = [  # rules in further circumstances; DeepSpeed steps each sub-group of
     (2, ("counts in its group", "lion", *CAUTIOUS), Cell("zero 3", zero={"sub_group_size": 1000})),
     *((4, (*OF_EACH, "normuon", "muon2"), Cell("fsdp2", sharding=way)) for way in ("hybrid", "columns")),
     (6, ("muonh",), Cell("fsdp2", sharding="hybrid")),  # a piece's copies are an odd number of ranks apart
+    *((n, (*OF_EACH, "muon2"), Cell("fsdp2", sharding="hybrid", options={"share_copies": False})) for n in (4, 6)),
     (4, (*OF_EACH, "normuon", "muon2", "adamh"), Cell("fsdp2", sharding="tensor parallel", alike=True)),
 ]
 

@@ -21,7 +21,7 @@ from lwopt_backend.config.hosts import NAME, FSDP2Config
 from lwopt_backend.engines.base import batch_numel_on, machine_for
 from lwopt_backend.groups import registry
 from lwopt_backend.groups.grouping import Grouping, Member
-from lwopt_backend.plan import Machine, MatrixPlan, MeshLayout, Sharding, plan_spread
+from lwopt_backend.plan import Machine, MatrixPlan, MeshLayout, Sharding, plan_copies
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import View, unravel
 from lwopt_backend.plan.mesh import Coordinate
@@ -33,7 +33,7 @@ from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.pieces import Pieces, Regions, Slices, box_regions
 from lwopt_backend.runtime.places import Rules
 from lwopt_backend.runtime.presence import Presence
-from lwopt_backend.runtime.state import StatePiece
+from lwopt_backend.runtime.state import StatePiece, keeps_state
 from lwopt_backend.runtime.step import Given, MatrixStepper
 
 # Reading an FSDP2 model: its parameters, their meshes, and the box of a parameter that each rank stores.
@@ -287,16 +287,22 @@ def plan_mesh(
     matrices = [(i, place) for i in reversed(range(len(members))) for place in range(len(members[i].blocks))]
     blocks = [members[i].blocks[place] for i, place in matrices]
     shardings = (sharding_in(members[i].sharding, block) for (i, _), block in zip(matrices, blocks))
-    plan = plan_spread(
+    plan = plan_copies(
         [atoms[i][place] for i, place in matrices],
         MeshLayout(coordinates, tuple(shardings)),
         Limits(config.bucket_matrices, config.bucket_numel, machine, BATCH_NUMEL),
+        share=_shares(config, rules),
         loads=loads,
         earlier=earlier,
         **(registry.wire_of(rules[members[matrices[0][0]].group]) if matrices else {}),
     )
     of, places = (tuple(pair[which] for pair in matrices) for which in (0, 1))
     return MeshPlan(tuple(members), of, places, plan)
+
+
+def _shares(config: FSDP2Config, rules: Mapping[int, MatrixRule]) -> bool | None:
+    """Whether copies share the work; None leaves it to the plan. Owner state, which each copy would keep, is shared."""
+    return config.share_copies if config.share_copies is not None else any(map(keeps_state, rules.values())) or None
 
 
 def sharding_in(sharding: Sharding, block: Block) -> Sharding:
@@ -393,17 +399,24 @@ def bind(
     steppers = []
     lines: list[list[str]] = [[] for _ in exchange]
     for number, (mesh, of_mesh) in enumerate(exchange):
+        settled = config
         for place, own in enumerate(by_wire([m for m in members if mesh_of(m.param) == mesh], rules)):
             loads = of_mesh.gather_objects(load)
             work = {"earlier" if place else "loads": loads}  # the ranks of a mesh synchronize in a plan's exchange
-            stepper = MeshStepper(mesh, of_mesh, own, groups, rules, config, **work)
-            load = stepper.plan.ownership.loads[of_mesh.rank] + (load if place else 0)
+            stepper = MeshStepper(mesh, of_mesh, own, groups, rules, settled, **work)
+            load = stepper.plan.ownership.loads[stepper.exchanging.rank] + (load if place else 0)
             steppers.append(stepper)
+            settled = following(settled, stepper.plan)
             lines[number] += stepper.planned.lines()
     agree_in_all(collectives, NAME, lambda: (None, lines))
     plain = [member for member in members if mesh_of(member.param) is None]
     alone = [MeshStepper(None, Collectives(), own, groups, rules, config) for own in by_wire(plain, rules)]
     return [*steppers, *alone]
+
+
+def following(config: FSDP2Config, plan: MatrixPlan) -> FSDP2Config:
+    """For further plans on the same mesh, whose copies share the work or do not, as those of the first."""
+    return config if plan.compared is None else replace(config, share_copies=plan.instances is None)
 
 
 def names_of(
@@ -455,7 +468,7 @@ class MeshStepper:
     """Steps ``members`` of one ``mesh``; if it is None, plain tensors, of which every rank steps its own copy.
 
     Their ``rules``, by param group, exchange equally. ``loads``, ``earlier`` are as in ``plan_spread``. Made on the
-    mesh's ranks.
+    mesh's ranks, of which ``exchanging`` are those that this one exchanges matrices with.
     """
 
     def __init__(
@@ -486,8 +499,10 @@ class MeshStepper:
         batch = batch_numel_on(self.device, BATCH_NUMEL)
         self._kinds: dict[tuple[int, torch.dtype, torch.dtype], int] = {}  # of matrices, by param group and dtypes
         kinds = [self._kind(self.members[index]) for index in self.matrices]
+        apart = self.plan.instances
+        self.exchanging = collectives if apart is None else collectives.part(apart.groups()[0])
         self.stepper = MatrixStepper(
-            self.plan, kinds, collectives, self.device, batch_numel=batch, capture=config.capture
+            self.plan, kinds, self.exchanging, self.device, batch_numel=batch, capture=config.capture
         )
         self._regions = self._find_regions()
         self._units: list[bool] = []  # by member, whether a fully_shard unit reduces its gradient

@@ -169,7 +169,7 @@ class OwnerShards:
     """
 
     def __init__(self, stepper: MeshStepper, rules: Mapping[int, MatrixRule]) -> None:
-        self._held, self._ranks, self._device = stepper.stepper.owner_state, stepper.collectives, stepper.device
+        self._held, self._ranks, self._device = stepper.stepper.owner_state, stepper.exchanging, stepper.device
         kept = {atom: rule for atom, rule in enumerate(stepper.rules_of(rules)) if keeps_state(rule)}
         self._owned = {a: rule for a, rule in kept.items() if stepper.plan.ownership.owners[a] == self._ranks.rank}
         self.entries = self._entries(stepper) if kept else []  # on all ranks of the mesh, or on none
@@ -180,7 +180,7 @@ class OwnerShards:
 
     def _entries(self, stepper: MeshStepper) -> list[Entry]:
         """The tensors of all owners."""
-        check_on_all(self._ranks, "the rule's first step", lambda: self._held.make(self._owned))
+        check_on_all(stepper.collectives, "the rule's first step", lambda: self._held.make(self._owned))
         mine = [(a, path, tuple(t.shape), t.dtype) for a in self._owned for path, t in self._held.tensors(a).items()]
         of_all = (entry for of_rank in self._ranks.gather_objects(mine) for entry in of_rank)
         found = []

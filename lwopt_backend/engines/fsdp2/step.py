@@ -244,6 +244,7 @@ def described(steppers: Sequence[MeshStepper], counted: Sequence[Counted], reduc
         yield [
             _sentence(stepper),
             *elsewhere,
+            *report.on_copies(plan),
             *report.on_blocks(plan),
             *report.on_stacks(plan),
             *report.on_peers([plan]),
@@ -278,11 +279,11 @@ def _elsewhere(counted: Counted) -> str:
 def _table(stepper: MeshStepper, mesh: Mesh) -> Table:
     """One row per rank of the mesh: its matrices, their work, its state, and its traffic."""
     plan, state = stepper.plan, functools.partial(mesh_state_nbytes, stepper.members, stepper.groups, stepper.config)
-    sent, owned = plan.wire_bytes(), plan.owned_counts()
+    sent, owned = (plan.of_mesh(of_ranks) for of_ranks in (plan.wire_bytes(), plan.owned_counts()))
     columns = {
         "matrices": lambda place: str(owned[place]),
         "state": lambda place: report.nbytes(state(mesh.coordinates[place])),
         "sent a step": lambda place: report.nbytes(sent[place]),
     }
     rules = [member.rule for member in stepper.members]
-    return report.rank_table(plan.ownership.loads, rules, columns, sorted(mesh.ranks))
+    return report.rank_table(plan.of_mesh(plan.ownership.loads), rules, columns, sorted(mesh.ranks))

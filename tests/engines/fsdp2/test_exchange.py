@@ -35,21 +35,26 @@ def counted_steps(sharding: str, **options: Any) -> tuple[BesideTwin, Counted, l
 
 @on_ranks(4)
 @cells(
-    sharding=["rows", "hybrid", "columns", "tensor parallel"], bucket=[{}, {"bucket_matrices": 1}, {"bucket_numel": 1}]
+    lambda sharding, bucket: "share_copies" not in bucket or sharding == "hybrid",
+    sharding=["rows", "hybrid", "columns", "tensor parallel"],
+    bucket=[{}, {"bucket_matrices": 1}, {"bucket_numel": 1}, {"share_copies": False}],
 )
 def test_bytes_and_calls_are_those_of_the_plan(sharding: str, bucket: dict[str, int]) -> None:
     """Every matrix is computed once. Also with copies: the work is split over the replicas, not repeated in each, and
-    no exchange is of all ranks."""
+    no exchange is of all ranks. With ``share_copies=False`` each of the replicas does all of it, and sends the others
+    nothing."""
     run, counted, computed = counted_steps(sharding, **bucket)
     steppers = run.optimizer._steppers
     plans = [stepper.plan for stepper in steppers]
-    planned = sum(stepper.plan.wire_bytes()[stepper.collectives.rank] for stepper in steppers)
+    planned = sum(each.plan.of_mesh(each.plan.wire_bytes())[each.collectives.rank] for each in steppers)
     buckets = sum(len(plan.buckets) for plan in plans)
     trips = sum(plan.trips(number) for plan in plans for number in range(len(plan.buckets)))
     assert counted.sent_bytes == 2 * planned and counted.calls.total() == 2 * trips, "two steps"
     assert counted.dtypes == {torch.bfloat16} and counted.in_flight == 0
-    if sharding == "hybrid":
-        row, column = dist.get_rank() // 2 * 2, dist.get_rank() % 2
+    row, column = dist.get_rank() // 2 * 2, dist.get_rank() % 2
+    if "share_copies" in bucket:
+        assert counted.groups == {(row, row + 1)} and trips == 2 * buckets
+    elif sharding == "hybrid":
         assert counted.groups == {(row, row + 1), (column, column + 2)} and counted.calls["gathered"] == 2 * buckets
         assert counted.most_in_flight <= 4, "what is passed on as well"
     else:
@@ -58,7 +63,8 @@ def test_bytes_and_calls_are_those_of_the_plan(sharding: str, bucket: dict[str, 
         assert counted.most_in_flight >= 2
     if sharding != "tensor parallel":
         everywhere = gathered(computed)
-        assert sum(map(len, everywhere)) == 2 * 4, "two steps of four matrices"
+        times = 2 if "share_copies" in bucket else 1
+        assert sum(map(len, everywhere)) == times * 2 * 4, "two steps of four matrices"
         assert bucket or sum(map(bool, everywhere)) >= 3, "on nearly as many ranks"
 
 

@@ -18,15 +18,17 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from benchmarks import public_models
 from lwopt_backend.plan.atoms import Atom, matrices_of
 from lwopt_backend.plan.buckets import BucketSeconds, BucketTime, Timeline, cut_buckets, pipeline
-from lwopt_backend.plan.cost import MACHINES, Machine, newton_schulz_flops
+from lwopt_backend.plan.cost import MACHINES, Machine, Shape, newton_schulz_flops
 from lwopt_backend.plan.exchange import Segment, Transfer
 from lwopt_backend.plan.layouts import FlatPartition, Fragment, Layout, ParameterPartition, Replicas, in_blocks
 from lwopt_backend.plan.mesh import MeshLayout, Sharding, TensorShards
 from lwopt_backend.plan.owners import (
     Limits,
     balance,
+    device_bound,
     exchange_timeline,
     longest_first,
+    plan_copies,
     plan_matrices,
     plan_spread,
     stay,
@@ -188,6 +190,33 @@ def test_seconds_of_hsdp() -> None:
     assert exchange_timeline(plan, Limits(machine=replace(machine, launch_seconds=0.0))).seconds == pytest.approx(
         2 * half / 100 + half / 10
     )
+
+
+def hybrid(shapes: Sequence[Shape], copies: int, shards: int) -> MeshLayout:
+    shardings = tuple(Sharding(shape, (copies, shards), (None, 0), (False, False)) for shape in shapes)
+    return MeshLayout(tuple(itertools.product(range(copies), range(shards))), shardings)
+
+
+def test_copies_share_the_work_where_the_modelled_step_is_shorter() -> None:
+    """Narrow matrices are computed again sooner than updates arrive. Products alone would have it so up to a side of
+    some 900; their element-wise work makes that some 400."""
+    fast = Limits(machine=MACHINES["cuda"], batch_numel=2**26)
+    small, large = [(256, 2048)] * 512, [(4096, 4096)] * 64
+    apart = plan_copies(atoms_of(small), hybrid(small, 4, 8), fast)
+    assert apart.instances is not None and apart.layout.world_size == 8 and apart.rows is None
+    assert apart.of_mesh(apart.owned_counts()) == apart.owned_counts() * 4 == [64] * 32, "every copy's place does all"
+    forced = plan_copies(atoms_of(small), hybrid(small, 4, 8), fast, share=True)
+    assert forced.instances is None and forced.stored_numels() == [512 * 256 * 2048 // 8] * 32
+    assert apart.compared == (device_bound(forced, fast), device_bound(apart, fast)) and apart.compared[1] < 2e-3
+    nbytes = (44 + 28) * 512 * 256 * 2048 / 8
+    assert apart.compared[1] > 64 * apart.atoms[0].cost / 4e14 + nbytes / 2.7e12, "products, and element-wise work"
+    together = plan_copies(atoms_of(large), hybrid(large, 8, 8), fast)
+    assert together.instances is None and together.compared is not None and together.compared[0] < together.compared[1]
+    assert plan_copies(atoms_of(small), hybrid(small, 4, 8), Limits()).compared is None, "a CPU has no seconds"
+    assert plan_copies(atoms_of(small), rows_over(small, 8), fast).compared is None, "there are no copies"
+    uneven = [0, 7, 5, 0]  # work elsewhere, of ranks in copies 0 and 1: a place has that of the busier one
+    alike = plan_copies(atoms_of([(64, 64)]), hybrid([(64, 64)], 2, 2), fast, share=False, loads=uneven)
+    assert alike.ownership.loads == (5 + alike.atoms[0].cost, 7)
 
 
 def tensor_parallel(store: Callable[[tuple[int, ...]], FlatPartition | Replicas]) -> TensorShards:

@@ -101,6 +101,7 @@ REALITY: dict[str, tuple[str, dict[str, Any], bool]] = {  # engine, options, whe
     "ZeRO 1": ("zero1", {"policy": "balance", "bucket_numel": 30000}, False),
     "ZeRO 3": ("zero3", {"bucket_numel": 60000}, False),
     "FSDP2": ("fsdp2", {"bucket_matrices": 8}, False),  # by default, a CPU has other buckets
+    "HSDP": ("fsdp2", {"bucket_matrices": 8, "group_size": 2}, False),
     "plain": ("plain", {"bucket_mb": 0.05}, True),
 }
 
@@ -141,7 +142,8 @@ class Hands:
 
         def in_parts(name: str, kind: str) -> Any:
             def start(group: Any, *args: Any) -> Any:
-                nbytes = args[-2].nbytes * 3 // 4
+                buffer = max((each for each in args if isinstance(each, Tensor)), key=Tensor.numel)
+                nbytes = buffer.nbytes * (group.world_size - 1) // group.world_size
                 return self.held(kind, own[name](group, *args), nbytes)
 
             return mock.patch.object(TorchCollectives, name, start)
@@ -238,7 +240,7 @@ def test_the_table_has_a_row_for_each_engine_that_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ways = {name: timeline.WAYS[name] for name in ("ZeRO 1, 2", "FSDP2, with passes", "plain, with passes")}
-    with mock.patch.multiple(timeline, CELLS=(("gpt2-124m", 8),), WAYS=ways, FITS=1e-9):
+    with mock.patch.multiple(timeline, CELLS=(("gpt2-124m", 1, 8),), WAYS=ways, FITS=1e-9):
         monkeypatch.setattr(sys, "argv", ["timeline", "--json", str(tmp_path / "rows.json")])
         timeline.main()
     rows = capsys.readouterr().out.splitlines()

@@ -49,6 +49,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain, soap": ("plain", {"matrix": "soap"}),
     "fsdp2": ("fsdp2", {}),
     "fsdp2, small buckets": ("fsdp2", {"bucket_matrices": 2}),
+    "fsdp2, in pairs": ("fsdp2", {"group_size": 2, "share_copies": True}),
+    "fsdp2, each pair by itself": ("fsdp2", {"group_size": 2, "share_copies": False}),
     "fsdp2, bf16": ("fsdp2", {"dtype": torch.bfloat16, "state_dtype": "float32"}),
     "fsdp2, normuon": ("fsdp2", {"matrix": "normuon"}),
     "fsdp2, muonh": ("fsdp2", {"matrix": MUONH, "bucket_matrices": 2}),
