@@ -174,7 +174,8 @@ def change_momentum_form(optimizer: Any, target: Form) -> None:
     for piece in store.pieces():
         group = store.groups[store.params[piece.member].group]
         if BUFFER in piece.tensors and group.get("momentum_form", target) != target:
-            piece.tensors[BUFFER].mul_(factor(group["momentum"], group["momentum_form"], target))
+            with piece.changing(BUFFER) as buffer:
+                buffer.mul_(factor(group["momentum"], group["momentum_form"], target))
     for group in store.groups:
         if "momentum_form" in group:
             group["momentum_form"] = target

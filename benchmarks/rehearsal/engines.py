@@ -198,7 +198,10 @@ class PlainEngine(Engine):
             "parameters": self._core.manager.params,
             "gradients": gradients,
             "masters": [bucket.masters for bucket in buckets if bucket.masters is not None],
-            "state": [tensor for state in self._core.stepper.state.values() for tensor in state.values()],
+            "state": [
+                *(tensor for state in self._core.stepper.state.values() for tensor in state.values()),
+                *self._core.stepper.matrices.quantized.tensors(),
+            ],
         }
 
 
@@ -296,8 +299,16 @@ class MeshEngine(Engine):
         return {
             "parameters": [local(param) for param in params],
             "gradients": [local(param.grad) for param in params if param.grad is not None],
-            "state": [local(t) for state in self.optimizer.state.values() for t in state.values() if not t.is_meta],
+            "state": [
+                *(local(t) for state in self.optimizer.state.values() for t in state.values() if not t.is_meta),
+                *in_8_bits(self.matrix_steppers),
+            ],
         }
+
+
+def in_8_bits(steppers: Sequence[tuple[MatrixStepper, MatrixPlan]]) -> list[Tensor]:
+    """The state that these keep in 8 bits."""
+    return [tensor for stepper, _ in steppers for tensor in stepper.matrices.quantized.tensors()]
 
 
 class FlatEngine(Engine):
@@ -346,7 +357,10 @@ class FlatEngine(Engine):
         return {
             "masters": masters,
             "gradients": [tensor.grad for tensor in masters if tensor.grad is not None],
-            "state": [tensor for *_, state in self._units for tensor in state.values()],
+            "state": [
+                *(tensor for *_, state in self._units for tensor in state.values()),
+                *in_8_bits(self.matrix_steppers),
+            ],
         }
 
 

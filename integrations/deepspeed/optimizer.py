@@ -27,6 +27,7 @@ from lwopt_backend.groups.members import Members
 from lwopt_backend.groups.param_groups import (
     NONE,
     ComparedOptions,
+    as_configured,
     as_groups,
     main_rate,
     option_lines,
@@ -173,9 +174,10 @@ class EngineOptimizer(BaseOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. Raises ValueError if it was saved with other parameters or partitions."""
-        zero.check_groups(state_dict["param_groups"], self.param_groups, self._routed())
-        zero.check_partitions(state_dict["param_groups"], state_dict["state"], self.param_groups)
-        super().load_state_dict(state_dict)
+        saved = state_dict["param_groups"]
+        zero.check_groups(saved, self.param_groups, self._routed())
+        zero.check_partitions(saved, state_dict["state"], self.param_groups)
+        super().load_state_dict({**state_dict, "param_groups": [*map(as_configured, saved, self.param_groups)]})
         self.set_groups(self.param_groups)
 
 
@@ -356,8 +358,16 @@ class ZeROLayerWise(EngineOptimizer):
             return self.gathered
         self._checked.arrange(self.param_groups)
         state_dict = super().state_dict()
-        if self._binding is not None and self._binding.replicated:
-            state_dict["state"] = zero.save_whole(self._binding, self.state)
+        replicated = self._binding is not None and self._binding.replicated
+        wide = {key: stepper.wide_state(to_send=replicated) for key, stepper in self._steppers.items()}
+        if self._binding is not None and replicated:
+            states = {tensor: {**state, **wide.get(id(tensor), {})} for tensor, state in self.state.items()}
+            state_dict["state"] = zero.save_whole(self._binding, states)
+        else:
+            held = (tensor for group in self.param_groups for tensor in group["params"])
+            for number, tensor in enumerate(held):
+                if more := wide.get(id(tensor)):
+                    state_dict["state"][number] = {**state_dict["state"].get(number, {}), **more}
         if self._binding is not None:
             kept = zero.owner_states(self._steppers.values()) if self._steppers else self._owner_state
             state_dict.update(zero.save_matrices(self._binding, kept if self._keeps_owner_state else None))
@@ -368,7 +378,8 @@ class ZeROLayerWise(EngineOptimizer):
             groups = state_dict["param_groups"]
             zero.check_groups(groups, self.param_groups, self._binding.grouping)
             parts = zero.load_whole(self._binding, state_dict["state"])
-            super().load_state_dict({"param_groups": groups, "state": {}})
+            configured = [*map(as_configured, groups, self.param_groups)]
+            super().load_state_dict({"param_groups": configured, "state": {}})
             self.state.update(parts)
         else:
             super().load_state_dict(state_dict)

@@ -25,7 +25,7 @@ from lwopt_backend.engines.first_pass import FirstPass
 from lwopt_backend.engines.gradients import Pick, but, checked_order, clip_factor
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Grouping, group_parameters
-from lwopt_backend.groups.param_groups import settings_lines
+from lwopt_backend.groups.param_groups import as_configured, settings_lines
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import tensors
 from lwopt_backend.integrations.deepspeed.checkpoints import MARK
@@ -371,7 +371,10 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         if load_optimizer_states:
             store.take_owner_states(saved.get(CHECKPOINT_KEY, {}))
             pairs = zip(groups, self.param_groups, strict=True)
-            self.set_groups([{**g, "params": ours["params"], "members": ours["members"]} for g, ours in pairs])
+            kept = (
+                {**as_configured(g, ours), "params": ours["params"], "members": ours["members"]} for g, ours in pairs
+            )
+            self.set_groups(kept)
             self.loss_scaler, self.overflow = saved["loss_scaler"], saved["overflow"]
         if not load_from_fp32_weights:
             self.refresh_fp32_params()

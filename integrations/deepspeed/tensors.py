@@ -131,16 +131,16 @@ def _owner_states(core: BufferCore) -> dict[str, dict[int, dict[str, Any]]]:
 
 def save_parts(core: BufferCore, groups: Groups) -> dict[str, Any]:
     """This rank's pieces, under the keys that DeepSpeed's tools read. Only the first instance saves any."""
-    mine = {} if _is_copy(core) else {piece.member: piece.value for piece in state_pieces(core)}
+    pieces = {} if _is_copy(core) else {piece.member: piece for piece in state_pieces(core)}
     weights, states, places = [], {}, []
     for number, member in enumerate(core.members):
-        value = mine.get(number, torch.empty(0))
+        value = pieces[number].value if number in pieces else torch.empty(0)
         assert value is not None
         # An empty piece also has a state: it shows the keys, and which of them are scalars.
-        state = core.stepper.state[number] if number in mine else new_state(torch.empty(0), groups[member.group])
+        held = pieces[number].tensors if number in pieces else new_state(torch.empty(0), groups[member.group])
         weights.append(value.detach().clone())
-        states[number] = dict(state)
-        places.append({member.name: fragment_address(numel=value.numel(), start=0)} if number in mine else {})
+        states[number] = {key: tensor for key, tensor in held.items() if key != MASTER}
+        places.append({member.name: fragment_address(numel=value.numel(), start=0)} if number in pieces else {})
     count = len(core.members)
     return {
         "base_optimizer_state": {"state": states, "param_groups": saved_groups(core, groups)},
@@ -183,14 +183,18 @@ def take_parts(core: BufferCore, saved: Mapping[str, Any], *, weights: bool, sta
     Only the first instance saves, so it broadcasts its loaded state to the others.
     """
     replicas, states = core.planned_sets[0].rank_groups.replicas, saved["base_optimizer_state"]["state"]
+
+    def take(into: Tensor, part: Tensor) -> None:
+        if not _is_copy(core):
+            into.copy_(part)
+        if replicas is not None:
+            replicas.broadcast(into)
+
     for piece in state_pieces(core):
         number = piece.member
-        pairs = [(piece.value, saved["single_partition_of_fp32_groups"][number])] * weights
-        if state:
-            pairs += [(into, states[number][key]) for key, into in core.stepper.state[number].items()]
-        for into, part in pairs:
-            assert into is not None
-            if not _is_copy(core):
-                into.copy_(part)
-            if replicas is not None:
-                replicas.broadcast(into)
+        assert piece.value is not None
+        if weights:
+            take(piece.value, saved["single_partition_of_fp32_groups"][number])
+        for key in [key for key in piece.tensors if key != MASTER] if state else ():
+            with piece.changing(key) as into:
+                take(into, states[number][key])

@@ -32,9 +32,9 @@ from lwopt_backend.checkpoint.files.torch_files import Archive, check_files
 from lwopt_backend.engines.buffers.step import BufferCore
 from lwopt_backend.groups import Group, Groups
 from lwopt_backend.groups.others import Told
-from lwopt_backend.groups.param_groups import OURS
+from lwopt_backend.groups.param_groups import MOMENTUM, OURS
 from lwopt_backend.groups.rates import IN_GROUPS, regrouped
-from lwopt_backend.groups.registry import MATRIX_RULES, arguments, check_group, known_in, new_state
+from lwopt_backend.groups.registry import MATRIX_RULES, arguments, check_group, known_in, new_state, quantized_keys
 from lwopt_backend.integrations.deepspeed.checkpoints import check, prepare_saving
 from lwopt_backend.integrations.deepspeed.engine import first_experts, shard_of
 from lwopt_backend.plan import TrainedParam
@@ -45,7 +45,7 @@ from lwopt_backend.runtime.state import TO_DO, StateStore, Whole, keeps_state, p
 
 WHAT = "load_checkpoint"
 Writers = Mapping[str, Told | ValueError | None]  # by parameter: what is known of who wrote its state
-PLACED = {"params", "name", "moe", *OURS}  # a group's keys that identify it, and are no options
+PLACED = {"params", "name", "moe", MOMENTUM, *OURS}  # a group's keys that no checkpoint changes
 ALONE = "load the weights alone, with load_optimizer_states=False"
 KEPT = "owner state of the matrices"
 BY_CONVERT = "convert the checkpoint with lwopt convert, which takes owner state along, load it with its 'atoms'"
@@ -95,6 +95,8 @@ def prepare_loading(
                     loaded = load(*call.args, **call.kwargs)
             finally:
                 engine._config.load_universal_checkpoint = preferred
+        if loaded[0] is not None and with_state and any(map(quantized_keys, optimizer.param_groups)):
+            optimizer.state_store()  # which quantizes what was loaded: fp32 is not kept until the next step
         if loaded[0] is not None:  # the step begins anew; DeepSpeed goes on with an accumulation
             optimizer.gradients.drop()
             engine.micro_steps = 0

@@ -28,7 +28,7 @@ from lwopt_backend.groups import Groups
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Grouping, as_saved, group_parameters
 from lwopt_backend.groups.param_groups import check_saved_groups, settings_lines
-from lwopt_backend.groups.registry import MATRIX_RULES, check_devices, new_state
+from lwopt_backend.groups.registry import MATRIX_RULES, check_devices, quantized_keys, stored_state
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import pipeline
 from lwopt_backend.integrations.deepspeed.pipeline import Stage
@@ -246,13 +246,20 @@ class StateKeys:
 
     def __init__(self, grouping: Grouping) -> None:
         self._names, self._keys = grouping.names, dict[int, list[str]]()
+        self._quantized = dict[int, tuple[str, ...]]()
         for group in grouping.groups:
-            state = new_state(torch.empty(1, device="meta"), group)
+            state = stored_state(torch.empty(1, device="meta"), group)
             keys = [key for key, tensor in state.items() if tensor.ndim > 0]
             self._keys.update((id(param), keys) for param in group["params"])
+            self._quantized.update((id(param), quantized_keys(group)) for param in group["params"])
 
     def check(self, param: Tensor, key: str) -> None:
-        """Raises ValueError if the parameter has no state ``key``."""
+        """Raises ValueError if the parameter has no state ``key``, or has it in 8 bits."""
+        if key in self._quantized[id(param)]:
+            raise ValueError(
+                f"parameter {self._names[id(param)]!r}: expected a key of state that is kept in floating point, found "
+                f"{key!r}, kept in 8 bits by momentum_dtype; a checkpoint has it in fp32"
+            )
         if key not in self._keys[id(param)]:
             kept = ", ".join(map(repr, self._keys[id(param)]))
             raise ValueError(f"parameter {self._names[id(param)]!r}: expected a key in {kept}, found {key!r}")

@@ -34,6 +34,7 @@ PUBLISHED: Mapping[str, tuple[str, dict[str, Any]]] = {  # by the names of publi
     "Muon+": ("muon", {"renormalize": "col_row"}),
     "u/w floor": ("muon", {"uw_floor": 0.35}),
     "MuonBP": ("muon", {"block_period": 5}),
+    "8-bit Muon": ("muon", {"momentum_dtype": "int8"}),
     "MuonH": ("muon", {"hyperball": True, "weight_decay": 0.0}),
     "per-head Muon": ("muon", {"per_head": True}),
     "NorMuon": ("normuon", {}),
@@ -81,6 +82,8 @@ def published(name: str, as_rule: tuple[str, dict[str, Any]]) -> dict[str, str]:
         equal += "; within 1e-6 where a matrix is cut"
     if made is not None and made.block_period > 1:
         equal = "on FSDP2 and ZeRO 1 to 3; bit for bit if told the ranks' blocks"
+    if made is not None and made.quantized:
+        equal = "none if one process rounds alike, also where storage cuts rows"
     return {**found, "state": _state(entry, options), "sent": _sent(made), "equal": equal}
 
 
@@ -135,7 +138,8 @@ def _state(entry: MatrixEntry | ElementwiseEntry, options: Mapping[str, Any]) ->
         keys = [key for key, tensor in entry.new_state(torch.zeros(2), options).items() if tensor.ndim]
         return ", ".join(keys) + " where the elements are" if keys else "none"
     rule = entry.build(**options)
-    where = [f"{', '.join(rule.state_keys)} where the elements are"] if rule.state_keys else []
+    keys = [f"{key} in 8 bits" if key in rule.quantized else key for key in rule.state_keys]
+    where = [f"{', '.join(keys)} where the elements are"] if keys else []
     if isinstance(rule, OwnerStateRule):
         own = rule.new_owner_state((2, 3), torch.device("cpu"))
         sides = {2: "rows", 3: "columns"}

@@ -217,7 +217,8 @@ class BaseOptimizer(torch.optim.Optimizer):
                 like = next(iter(piece.tensors.values())) if piece.value is None else piece.value
                 fresh = new_state(torch.empty_like(like), store.groups[param.group])
                 for key in fresh.keys() & piece.tensors.keys():
-                    piece.tensors[key].copy_(fresh[key])
+                    with piece.changing(key) as tensor:
+                        tensor.copy_(fresh[key])
         store.forget_owner_states(chosen.keys())
         return list(chosen)
 
@@ -245,7 +246,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         main = rules.matrix if trains_matrices else rules.elementwise
         options = {key: value for key, value in arguments(main).items() if not (trains_matrices and key in MOMENTA)}
         self.defaults = {**options, "lr": rate}
-        self._rates, self._checked = MadeRates(groups), CheckedGroups()
+        self._rates, self._checked = MadeRates(groups), CheckedGroups(groups)
         self._made = True
         self._integrity = StepIntegrity(self.name)
         self._show_groups(self.param_groups)

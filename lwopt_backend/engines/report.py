@@ -19,12 +19,13 @@ from rich.table import Column, Table
 from lwopt_backend.engines.zero.plan import GroupPlan
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.param_groups import rates
-from lwopt_backend.groups.registry import MATRIX_RULES, arguments, rule_of, rules_with_owner_state
+from lwopt_backend.groups.registry import MATRIX_RULES, arguments, quantized_keys, rule_of, rules_with_owner_state
 from lwopt_backend.plan import MatrixPlan, StepTime
 from lwopt_backend.plan.mesh import MeshLayout
 from lwopt_backend.routing.routing import Route, shares
 from lwopt_backend.rules import Muon
 from lwopt_backend.rules.newton_schulz import multiplies_bf16
+from lwopt_backend.runtime.quantized import BLOCK
 
 WIDTH_WITHOUT_TERMINAL = 140  # a launcher's pipe has no width; 80 columns would cut names
 BORDER = 3  # of a column, in characters
@@ -156,6 +157,8 @@ def show_routing(console: Console, routes: Sequence[Route], groups: Groups) -> N
         console.print(
             f"Note: owner state of {' and '.join(rules)} is created in the first step; 'state' below does not count it."
         )
+    if in_8_bits := sum(len(group["params"]) for group in groups if quantized_keys(group)):
+        console.print(f"Momentum of {in_8_bits} parameter(s): 8 bits, and an fp32 scale for each {BLOCK} of a row.")
 
 
 def routing_headline(routes: Sequence[Route]) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lwopt_backend.config.hosts import NAME, ClippingConfig, HostConfig
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.choices import Rules, settings_of
-from lwopt_backend.groups.param_groups import as_groups, check_overrides, main_rate, split
+from lwopt_backend.groups.param_groups import MOMENTUM, as_groups, check_overrides, main_rate, split
 from lwopt_backend.groups.registry import MATRIX_RULES, atoms_of
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import Block, TrainedParam
@@ -237,6 +237,7 @@ def group_parameters(
     clip_groups = _clip_groups(config, everywhere)
     trains = "matrix" in kinds
     groups = split(given, _are_matrices(routes, names), rules, _overrides(routes, names))
+    _check_momentum(groups, config)
     per_head = {names[id(param)] for group in groups if group.get("per_head") for param in group["params"]}
     settings = atom_settings(model, config.atoms)
     divided = divide(model, routes, settings, elsewhere=elsewhere, per_head=per_head, shown=shown)
@@ -267,6 +268,17 @@ def _decided(model: nn.Module, config: HostConfig) -> set[int]:
     """The ids of parameters that are not trained, or that a glob sends to a rule."""
     globbed = named_like((*config.include, *config.exclude))
     return {id(param) for name, param in named_parameters(model) if not param.requires_grad or globbed(name)}
+
+
+def _check_momentum(groups: Groups, config: HostConfig) -> None:
+    """Raises ValueError for two dtypes of one momentum."""
+    wanted = getattr(config, "state_dtype", "parameter")
+    for number, group in enumerate(groups):
+        if wanted != "parameter" and group.get(MOMENTUM) not in (None, wanted):
+            raise ValueError(
+                f"state_dtype is {wanted!r}, but {MOMENTUM} of param group {number} ({group['rule']}) is "
+                f"{group[MOMENTUM]!r}, which takes its place for the momentum, and computes in fp32; leave one out"
+            )
 
 
 def _way_out(routes: Sequence[Route]) -> str:

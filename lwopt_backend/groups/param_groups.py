@@ -76,10 +76,11 @@ NONE = 2**31 - 1  # above every hash: the flag of a rank that compares nothing i
 
 class CheckedGroups:
     """Checks the options in param groups as the constructor does, in steps before which they were changed; and their
-    parameters, where the groups have the model's."""
+    parameters, where the groups have the model's. ``groups`` are as the optimizer was made with them."""
 
-    def __init__(self, members: Members | None = None) -> None:
+    def __init__(self, groups: Groups = (), members: Members | None = None) -> None:
         self.members = members
+        self._momentum = [group.get(MOMENTUM) for group in groups]
         self._found: list[dict[str, Any]] = []
 
     @property
@@ -108,6 +109,12 @@ class CheckedGroups:
             return
         for number, group in enumerate(groups):
             check_group(group, f"param group {number} ({rule_of(group)})")
+        for number, (group, made) in enumerate(zip(groups, self._momentum)):
+            if group.get(MOMENTUM) != made:
+                raise ValueError(
+                    f"param group {number} ({rule_of(group)}): {MOMENTUM}: expected {made!r}, with which the optimizer "
+                    f"was made, found {group.get(MOMENTUM)!r}; save, make another optimizer, and load"
+                )
         self._found = found
 
     def problem(self, groups: Groups) -> str | None:
@@ -189,7 +196,8 @@ def plain(value: Any) -> Any:
 
 OURS = frozenset({"rule", "from_group", "overrides", "members"})  # added to the parts
 UNSAVED = OURS | {"params"}  # options of a group that no checkpoint has
-DECIDED = UNSAVED | {"per_head"}  # options that no checkpoint changes
+MOMENTUM = "momentum_dtype"  # decides how state is kept, so it stays as it was when the optimizer was made
+DECIDED = UNSAVED | {"per_head", MOMENTUM}  # options that no checkpoint changes
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
@@ -245,6 +253,11 @@ def _is_ordered(params: Any) -> bool:
 
 def _kind(value: Any) -> str:
     return repr(value) if value is None or isinstance(value, (int, float)) else f"a {type(value).__name__}"
+
+
+def as_configured(saved: Group, group: Group) -> dict[str, Any]:
+    """A saved param group with the momentum's dtype of this optimizer's ``group``, for loaders that replace groups."""
+    return {**saved, MOMENTUM: group[MOMENTUM]} if MOMENTUM in group else dict(saved)
 
 
 def with_options(group: Group, saved: Group) -> dict[str, Any]:

@@ -429,8 +429,23 @@ def new_state(flat: Tensor, group: Group) -> State:
     """Fresh element-wise state for ``flat``, by a param group's rule of either kind."""
     if rule_of(group) in ELEMENTWISE_RULES:
         return ELEMENTWISE_RULES[rule_of(group)].new_state(flat, arguments(group))
-    keys = MATRIX_RULES[rule_of(group)].build(**arguments(group)).state_keys
-    return {key: torch.zeros_like(flat) for key in keys}
+    return {key: torch.zeros_like(flat) for key in _built(group).state_keys}
+
+
+def stored_state(flat: Tensor, group: Group) -> State:
+    """``new_state`` without what is kept in 8 bits."""
+    if rule_of(group) in ELEMENTWISE_RULES:
+        return new_state(flat, group)
+    return {key: torch.zeros_like(flat) for key in _built(group).stored_keys}
+
+
+def quantized_keys(group: Group) -> tuple[str, ...]:
+    """The keys of state that a param group's rule keeps in 8 bits."""
+    return () if rule_of(group) in ELEMENTWISE_RULES else _built(group).quantized
+
+
+def _built(group: Group) -> MatrixRule:
+    return MATRIX_RULES[rule_of(group)].build(**arguments(group))
 
 
 def dtype_of_steps(group: Group) -> torch.dtype:
@@ -446,10 +461,12 @@ def saved_state(group: Group) -> State:
     return {} if entry is None else entry.new_state(torch.zeros(1), {"amsgrad": False, **group})
 
 
-def state_nbytes(numel: int, group: Group, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes of the state of ``numel`` elements, computed by the rule from a tensor without memory."""
-    state = new_state(torch.empty(numel, dtype=dtype, device="meta"), group)
-    return sum(tensor.numel() * tensor.itemsize for tensor in state.values())
+def state_nbytes(numel: int, group: Group, dtype: torch.dtype = torch.float32, in_8_bits: int = 0) -> int:
+    """Bytes of the state of ``numel`` elements, computed by the rule from a tensor without memory. They take
+    ``in_8_bits`` bytes in each state that is kept so."""
+    state = stored_state(torch.empty(numel, dtype=dtype, device="meta"), group)
+    stored = sum(tensor.numel() * tensor.itemsize for tensor in state.values())
+    return stored + len(quantized_keys(group)) * in_8_bits
 
 
 # Muon and its variants in the registry: what an update costs, and which options it has.

@@ -222,6 +222,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         finally:
             self.state = every
         self._checked.sign(found["param_groups"])
+        found = mesh_state.with_wide_state(found, self._steppers, self.param_groups)
         return mesh_state.with_owner_state(found, shards, held)
 
     @undisturbed()
@@ -251,10 +252,12 @@ class MeshOptimizer(LayerWiseOptimizer):
             agree_in_all(ranks, mesh_state.WHAT, check)
             if not state_dict["state"]:  # saved before the first state: start fresh
                 self.state_store().forget_owner_states([name for name, _ in self.named_params()])
+                for stepper in self._steppers:
+                    stepper.stepper.matrices.quantized.forget()
                 self.state = {}
                 self._make_state()
             held = [group["params"] for group in self.param_groups]
-            mesh_state.take_state(state_dict, held, self.state, shards)
+            mesh_state.take_state(state_dict, held, self.state, shards, self._steppers)
         else:
             saved = state_dict["param_groups"]
             check_saved_groups(mesh_state.WHAT, self.param_groups, saved, members=self._checked.members)

@@ -153,6 +153,7 @@ HYPERBALL, FLOOR = "Hyperball, arXiv 2606.16899", "modded-nanogpt, track 3, u/w-
 PER_HEAD = "Kimi K3, arXiv 2607.24653; GLM-5, arXiv 2602.15763; DeepSpeed's per_head_muon"
 MUON2, TURBO = "Muon^2, arXiv 2604.09967", "Turbo-Muon, arXiv 2512.04632"
 MUONBP = "MuonBP, arXiv 2510.16981"
+MUON8 = "8-bit Muon, arXiv 2509.23106; block size of bitsandbytes"
 Precondition = Literal["none", "muoneq_r", "muoneq_c", "muoneq_rc", "aol", "muon2"]
 Renormalize = Literal["none", "row", "col", "row_col", "col_row", "frobenius"]
 LINES = {"muoneq_r": (-1,), "muoneq_c": (-2,), "muoneq_rc": (-1, -2)}  # the dimensions that MuonEq sums over
@@ -263,6 +264,12 @@ class Muon(MatrixRule):
         "'ema': B <- momentum B + (1 - momentum) G, as in torch; 'sum': B <- momentum B + G, as in dion",
         f"{TORCH}; {MOONLIGHT}",
     )
+    momentum_dtype: Literal["int8"] | None = option(
+        None,
+        "dtype of the momentum between steps. 'int8': 8 bits, with an fp32 scale for each 256 elements of a row, and "
+        "fp32 in checkpoints; None: the engine's",
+        MUON8,
+    )
     weight_decay_form: Literal["decoupled", "coupled", "cautious"] = option(
         "decoupled",
         "what decays. 'decoupled': the weight; 'coupled': the decay is added to the gradient; 'cautious': only "
@@ -369,6 +376,10 @@ class Muon(MatrixRule):
     @property
     def state_keys(self) -> tuple[str, ...]:
         return ("momentum_buffer", "second_moment") if self.precondition == "muon2" else ("momentum_buffer",)
+
+    @property
+    def quantized(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.momentum_dtype == "int8" else ()
 
     @property
     def transform_reads(self) -> Sequence[str] | None:

@@ -82,6 +82,17 @@ class MatrixRule:
         return ()
 
     @property
+    def quantized(self) -> tuple[str, ...]:
+        """Those of ``state_keys`` that are kept in 8 bits between steps (``runtime/quantized.py``), and in fp32 in
+        checkpoints; a class attribute will do. Methods are given them in fp32, and gradients at least as wide."""
+        return ()
+
+    @property
+    def stored_keys(self) -> tuple[str, ...]:
+        """Those of ``state_keys`` that are kept as they are."""
+        return tuple(key for key in self.state_keys if key not in self.quantized)
+
+    @property
     def transform_reads(self) -> Sequence[str] | None:
         """The options that ``transform`` reads; a class attribute will do. None refuses the option ``capture``.
 

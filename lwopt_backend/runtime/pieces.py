@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -87,6 +87,16 @@ class Regions:
             found.append(Pieces(values[begin:end], grads[begin:end], states[begin:end], is_flat and count == 1))
             begin = end
         return found
+
+    def of_matrices(self, numbers: Iterable[int]) -> Callable[[Tensor], Iterator[tuple[int, Sequence[Tensor]]]]:
+        """A function that yields the views of each matrix in a tensor, with its number: ``numbers`` are in order."""
+        in_order = list(numbers)
+
+        def cut(tensor: Tensor) -> Iterator[tuple[int, Sequence[Tensor]]]:
+            found = self.cut(Slices(tensor, tensor, {}))
+            return zip(in_order, (pieces.values for pieces in found), strict=True)
+
+        return cut
 
     def _ranges(self, flat: Tensor) -> Sequence[Tensor]:
         return (flat,) if self._is_whole else flat.split_with_sizes(self._sizes)[self._places]

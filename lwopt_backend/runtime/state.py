@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from lwopt_backend.plan.layouts import View
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import Collectives, WithoutCollectives
+from lwopt_backend.runtime.quantized import QuantizedPiece
 
 # A rank's part of an optimizer's parameters, in one form for all engines. Code with whole tensors by parameter name (a
 # checkpoint, another optimizer's state) loads them with ``put``.
@@ -43,14 +45,15 @@ class StatePiece:
 
     - ``member``: the parameter's number in the store; ``view``: these elements of the flattened parameter.
     - ``value``: the weights that are stepped (fp32 masters if the engine has them); None if another piece has them.
-    - ``tensors``: the state by key, each of the view's shape; counters are scalars.
+    - ``tensors``: the state by key, each of the view's shape; counters are scalars. What is kept in 8 bits is a new
+      tensor whenever it is read, which ``changing`` puts back.
     - ``owner``: owner state, by the matrix's place in the parameter.
     """
 
     member: int
     view: View
     value: Tensor | None
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     owner: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -63,6 +66,14 @@ class StatePiece:
         """The end of the span of its elements in the flattened parameter."""
         return self.view.span[1]
 
+    @contextmanager
+    def changing(self, key: str) -> Iterator[Tensor]:
+        """The state under a key, to be changed in place."""
+        tensor = self.tensors[key]
+        yield tensor
+        if isinstance(self.tensors, WithQuantized):
+            self.tensors.put_back(key, tensor)
+
     def boxes(self, tensor: Tensor, shape: Sequence[int]) -> dict[tuple[int, ...], Tensor]:
         """``tensor``, of the view's shape, as boxes of a whole one of ``shape``, by place; a scalar as it is."""
         if not tensor.ndim:
@@ -72,6 +83,33 @@ class StatePiece:
             found[place] = tensor if tensor.ndim > 1 else tensor.narrow(0, start, math.prod(sizes)).view(sizes)
             start += math.prod(sizes)
         return found
+
+
+class WithQuantized(Mapping[str, Tensor]):
+    """State by key: ``stored`` tensors, and new ones of what is ``quantized``, each made when it is read. Trainers make
+    one of moved tensors alone."""
+
+    def __init__(self, stored: Mapping[str, Tensor], quantized: Mapping[str, QuantizedPiece] | None = None) -> None:
+        self._stored, self._quantized = stored, quantized or {}
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._quantized[key].read() if key in self._quantized else self._stored[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._quantized, *self._stored))
+
+    def __len__(self) -> int:
+        return len(self._quantized) + len(self._stored)
+
+    def put_back(self, key: str, tensor: Tensor) -> None:
+        """Quantize what was read."""
+        if key in self._quantized:
+            self._quantized[key].write(tensor)
+
+
+def with_quantized(stored: Mapping[str, Tensor], quantized: Mapping[str, QuantizedPiece]) -> Mapping[str, Tensor]:
+    """State by key, with what is kept in 8 bits."""
+    return WithQuantized(stored, quantized) if quantized else stored
 
 
 class StateStore:
@@ -131,7 +169,8 @@ def put(
             fill(piece.value, weights[name], piece.view)
         for key, whole in state.get(name, {}).items() if state else ():
             if key in piece.tensors:
-                fill(piece.tensors[key], whole, piece.view)
+                with piece.changing(key) as tensor:
+                    fill(tensor, whole, piece.view)
 
 
 def fill(into: Tensor, whole: Whole, view: View) -> None:

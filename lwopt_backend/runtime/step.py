@@ -61,6 +61,7 @@ from lwopt_backend.runtime.collectives import (
 from lwopt_backend.runtime.exchange import Arrival, Packing, Parts, ways_back, ways_to_owners
 from lwopt_backend.runtime.pieces import Pieces, PiecesOf, joined
 from lwopt_backend.runtime.places import NONE, Batch, Batches, BucketPlaces, Places, Rules
+from lwopt_backend.runtime.quantized import QuantizedState
 from lwopt_backend.runtime.state import OwnerState, step_whole
 from lwopt_backend.runtime.tensors import (
     apply_by_norms,
@@ -200,8 +201,8 @@ class Matrices:
     ``kinds`` says, by atom, which of the rules of a step is its rule; weights of one kind have one dtype, and so have
     their gradients and states. With 0 elements, matrices go one by one, which yields the bits of an unsharded
     optimizer, and is faster on a CPU; batches save kernel launches on an accelerator. Rules run on whole matrices on
-    ``rule_device``, wherever they are stored; ``owner_state`` is also there. With ``capture``, their work on a batch is
-    captured and replayed.
+    ``rule_device``, wherever they are stored; ``owner_state`` is also there. State in 8 bits is in ``quantized``, where
+    the elements are. With ``capture``, their work on a batch is captured and replayed.
     """
 
     def __init__(
@@ -210,12 +211,14 @@ class Matrices:
         kinds: Sequence[int],
         rule_device: torch.device,
         *,
+        quantized: QuantizedState,
         batch_numel: int = 0,
         capture: bool = False,
     ) -> None:
         self.atoms = atoms
         self.batches = Batches(atoms, kinds, batch_numel)
         self.owner_state = OwnerState(atoms, rule_device)
+        self.quantized = quantized
         self._rule_device = rule_device
         self._batched = batch_numel > 0
         self._capture = Capture(2 * len(atoms)) if capture else None
@@ -226,16 +229,21 @@ class Matrices:
         for batch in self.batches.of(tuple(atoms), rules):
             rule, of_batch = rules[batch.kind], [pieces[atom] for atom in batch.atoms]
             with changing(_name(rule), partial(_values, of_batch)):
-                grads, values, states = joined(of_batch)
                 if isinstance(rule, WeightRule):
+                    grads, values, _ = joined(of_batch)
                     value, grad = (self._stack(batch.atoms, some) for some in (values, grads))
                     update = self.step_weight(rule, batch.atoms[0], value, grad)
                 else:
-                    stack = self._stack(batch.atoms, rule.directions([*grads], [*values], states))
+                    stack = self._stack(batch.atoms, self._directions(rule, batch.atoms, of_batch))
                     update = self.transform(rule, batch.atoms, stack)
                     del stack
                 self._apply(rule, batch, of_batch, update.reshape(len(batch.atoms), -1).unbind())
                 del update  # the next batch needs the memory
+
+    def _directions(self, rule: MatrixRule, atoms: Sequence[int], of_batch: Sequence[Pieces]) -> Sequence[Tensor]:
+        """Advance the state of a batch; returns the direction of each piece."""
+        with self.quantized.opened(rule.quantized, atoms, of_batch) as (grads, values, states):
+            return rule.directions([*grads], [*values], states)
 
     def _stack(self, batch: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
         """The matrices of a batch from all their pieces; a single contiguous piece is not copied."""
@@ -289,8 +297,7 @@ class Matrices:
         """Advance the state, and copy the direction of this rank's fragment of each atom into its part."""
         for batch in batches:
             of_batch = [given.pieces[atom] for atom in batch.atoms]
-            grads, values, states = joined(of_batch)
-            directions = given.rules[batch.kind].directions(grads, values, states)
+            directions = self._directions(given.rules[batch.kind], batch.atoms, of_batch)
             copy_alike(parts_like(parts, batch.places, of_batch), directions)
 
     def pack_values(self, parts: Parts, batches: Sequence[Batch], given: Given) -> None:
@@ -302,8 +309,9 @@ class Matrices:
     def advance(self, batches: Sequence[Batch], given: Given) -> None:
         """Accumulate the gradients into the element-wise state, where another rank sends the direction."""
         for batch in batches:
-            grads, values, states = joined([given.pieces[atom] for atom in batch.atoms])
-            given.rules[batch.kind].accumulate_all(grads, values, states)
+            rule, of_batch = given.rules[batch.kind], [given.pieces[atom] for atom in batch.atoms]
+            with self.quantized.opened(rule.quantized, batch.atoms, of_batch) as (grads, values, states):
+                rule.accumulate_all(grads, values, states)
 
     def sums(self, parts: Parts, places: Places, given: Given) -> dict[int, Tensor]:
         """``sums_of`` this rank's fragment of each counted atom whose rule uses norms, with its part of the updates."""
@@ -399,7 +407,11 @@ class MatrixStepper:
         self._back = ways_back(plan, collectives, device)
         self._local = plan.local_atoms(rank)
         self._new_matrices = partial(
-            Matrices, rule_device=rule_device or device, batch_numel=batch_numel, capture=capture
+            Matrices,
+            rule_device=rule_device or device,
+            quantized=QuantizedState(plan.atoms, lambda atom: plan.layout.fragment(atom, rank)),
+            batch_numel=batch_numel,
+            capture=capture,
         )
         self.matrices = self._new_matrices(plan.atoms, kinds)
         self._buckets: dict[int, BucketPlaces] = {}

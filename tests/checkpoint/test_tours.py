@@ -246,6 +246,7 @@ def go_through(rank_pools: Pools, folder: Path, tour: Tour) -> None:
 PADDED, COMPACT, AUTO = ({"layout": layout} for layout in ("padded", "compact", "auto"))
 PAIRS, SINGLES = {"group_size": 2}, {"group_size": 1}
 OFFLOADED, ALIGNED = {"zero": {"offload_optimizer": {"device": "cpu"}}}, {"zero": {"parameter_alignment": True}}
+INT8 = {"momentum_dtype": "int8"}  # whose blocks are rows here: where none is cut, they are the same on all ranks
 TWICE, WIDE = ("universal", "dcp"), {"grad_dtype": "float32"}
 FUSED, OF_PARTS = {"build": fused, "options": {"atoms": OF_FUSED}}, {"options": {"atoms": PARTS}}
 OWNER_RULES = ("soap", "adamuon", "shampoo", "a class")
@@ -272,6 +273,9 @@ ACROSS: dict[str, Tour] = {
     "fused, normuon": Tour("normuon", [on("owned 2", 2), on("zero 3", 4)], **FUSED),
     "fused, as saved": Tour("muon", native(on("zero 0", 2), on("zero 0", 4)), **FUSED),
     "per head": Tour("normuon", [on("owned 1", 2), on("zero 3", 4), on("plain", 3)], with_heads, options=PER_HEAD),
+    "int8": Tour("muon", [on("plain", 2), on("fsdp2", 4), on("zero 0", 1), on("owned 1", 3)], options=INT8),
+    "int8, muon2": Tour("muon2", [on("owned 2", 2), on("fsdp2", 3), on("zero 0", 4)], options=INT8),
+    "int8, parts": Tour("adamuon", [on("fsdp2", 2), on("plain", 3), on("zero 0", 2)], options={**INT8, "atoms": PARTS}),
     "partial": Tour("soap", [on("owned 1", 2), on("owned 2", 4)], Partial, {"tied": True}),
     "bf16": Tour("muon", [on("zero 1", 2), on("zero 2", 4, **ALIGNED), on("zero 1", 1)], precision="bf16"),
     "bf16, stage 3": Tour("muon", [on("zero 3", 2), on("zero 3", 1), on("zero 3", 4)], precision="bf16"),
@@ -313,6 +317,11 @@ AS_SAVED: dict[str, Tour] = {
     "torch, by name": Tour(
         "muon", native(on("plain", 2, form="nested"), on("fsdp2", 3), on("plain", 4, form="async"), on("plain", 3))
     ),
+    "int8, by name": Tour("muon", native(on("plain", 2, form="nested"), on("fsdp2", 3), on("plain", 3)), options=INT8),
+    **{
+        f"int8, {form}": Tour("muon", native(on("fsdp2", 4, form=form), on("fsdp2", 3, form=form)), options=INT8)
+        for form in ("flat", "full")
+    },
     "torch, flat": Tour("muon", native(*(on("plain", n, form="flat", **WIDE) for n in (2, 3))), dtype=BF16),
     "several roots": Tour("muon", native(*SHARDED, on("fsdp2", 3), on("fsdp2", 1))),
     "hybrid, apart": Tour("soap", native(APART, SHARDED[1], APART, on("fsdp2", 3))),

@@ -50,8 +50,14 @@ def nbytes(tensors: list[Tensor]) -> int:
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
-def state_of(optimizer: torch.optim.Optimizer) -> int:
-    return nbytes([tensor for state in optimizer.state.values() for tensor in state.values()])
+def state_of(optimizer: Any) -> int:
+    """With what is kept in 8 bits, of which FSDP2 shows tensors without memory."""
+    steppers = getattr(optimizer, "_steppers", [])
+    of_zero, of_meshes = (steppers.values(), []) if isinstance(steppers, dict) else ([], steppers)
+    every = [*(each.matrices for each in of_zero), *(each.stepper for each in of_meshes)]
+    tensors = [tensor for each in every if each is not None for tensor in each.matrices.quantized.tensors()]
+    tensors += [tensor for state in optimizer.state.values() for tensor in state.values() if not tensor.is_meta]
+    return nbytes(tensors)
 
 
 def owned(folder: str, dtype: str, options: dict[str, Any]) -> Held:
@@ -89,6 +95,9 @@ ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "zero3": ("zero3", "float32", {"bucket_numel": 3000}),
     "fsdp2": ("fsdp2", "float32", {}),
     "fsdp2, small buckets": ("fsdp2", "bfloat16", {"bucket_matrices": 2, "state_dtype": "float32"}),
+    "zero2, int8": ("zero2", "float32", {"momentum_dtype": "int8"}),
+    "zero3, int8": ("zero3", "bfloat16", {"momentum_dtype": "int8"}),
+    "fsdp2, int8": ("fsdp2", "bfloat16", {"momentum_dtype": "int8"}),
     "plain": ("plain", "float32", {}),
     "plain, auto": ("plain", "bfloat16", SMALL),
     "plain, padded": ("plain", "float32", {"layout": "padded", **SMALL}),

@@ -3,6 +3,7 @@ package's rules on whole matrices, and formulas written out here."""
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -120,6 +121,18 @@ def orthogonalized(matrix: Tensor, table: Table, margin: float = 1.0) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if matrix.size(0) > matrix.size(1) else x
+
+
+def round_to_8_bits(matrix: Tensor, cuts: Collection[int] = (), block: int = 256) -> None:
+    """Round momentum in place, as int8 with a scale: the elements of a row between multiples of ``block``, and ``cuts``
+    of the flattened matrix."""
+    rows, columns = matrix.shape
+    begins = {row * columns + column for row in range(rows) for column in range(0, columns, block)}
+    for begin, end in itertools.pairwise(sorted({*begins, *cuts, matrix.numel()})):
+        some = matrix.view(-1)[begin:end]
+        largest = some.abs().max()
+        if largest > 0:
+            some.copy_((some / largest * 127).round() / 127 * largest)
 
 
 def newton_schulz_rounding(shape: tuple[int, int]) -> float:

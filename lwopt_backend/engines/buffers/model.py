@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -30,8 +32,8 @@ from lwopt_backend.engines.buffers.step import BufferCore, PlannedSet
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.grouping import ADVICE, Grouping, InModel, Member
 from lwopt_backend.groups.param_groups import NONE, CheckedGroups, ComparedOptions
-from lwopt_backend.groups.registry import state_nbytes
-from lwopt_backend.plan.buffers.layout import Bucket, Piece
+from lwopt_backend.groups.registry import quantized_keys, state_nbytes
+from lwopt_backend.plan.buffers.layout import Bucket
 from lwopt_backend.plan.buffers.plan import BufferPlan
 from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.models import check_is_module
@@ -39,6 +41,7 @@ from lwopt_backend.routing.routing import named_parameters
 from lwopt_backend.runtime.agreement import RanksDisagree, StepRefused, disagreement
 from lwopt_backend.runtime.collectives import all_reduce_nbytes
 from lwopt_backend.runtime.presence import Presence, read_at_once
+from lwopt_backend.runtime.quantized import BLOCK, SCALE_BYTES
 from lwopt_backend.runtime.tensors import owned_dtype
 
 FSDP2 = "for fully_shard models use lwopt_backend.LayerWiseOptimizer"
@@ -426,15 +429,28 @@ def rank_memories(
     more = _transients(plan, members, grad_dtype=grad_dtype, keep_full=keep_full)
     found = [RankMemory(transient=transient) for transient in more]
     # Ranks own pieces of a few sizes.
-    state = cache(lambda numel, group, dtype: state_nbytes(numel, groups[group], dtype))
+    scales = [_scales_of(member) if quantized_keys(groups[member.group]) else Fraction(0) for member in members]
+
+    @cache
+    def state(numel: int, group: int, scales: Fraction, dtype: torch.dtype) -> int:
+        return state_nbytes(numel, groups[group], dtype, numel + SCALE_BYTES * math.ceil(numel * scales))
+
     for bucket in plan.buckets:
         known: dict[tuple[Any, ...], RankMemory] = {}  # by a part's elements, and the pieces in it
         for rank, (pieces, (start, stop)) in enumerate(zip(bucket.pieces_of_all(), bucket.parts)):
-            key = (stop - start, *((piece.numel, members[piece.param].group) for piece in pieces))
+            alike = Counter((piece.numel, members[piece.param].group, scales[piece.param]) for piece in pieces)
+            key = (stop - start, *alike.items())
             if key not in known:
-                known[key] = _of_bucket(bucket, rank, pieces, plan, members, state, grad_dtype, keep_full)
+                known[key] = _of_bucket(bucket, rank, alike, plan, members, state, grad_dtype, keep_full)
             found[rank] += known[key]
     return found
+
+
+def _scales_of(member: Member) -> Fraction:
+    """How many scales an element has, if its state is kept in 8 bits: a rank has whole rows."""
+    shapes = Counter(block.shape for block in member.blocks)
+    scales = sum(count * rows * -(-columns // BLOCK) for (rows, columns), count in shapes.items())
+    return Fraction(scales, max(1, member.param.numel()))
 
 
 def _transients(
@@ -490,25 +506,25 @@ def _transients(
 def _of_bucket(
     bucket: Bucket,
     rank: int,
-    pieces: Sequence[Piece],
+    alike: Mapping[tuple[int, int, Fraction], int],
     plan: BufferPlan,
     members: Sequence[Member],
-    state_of: Callable[[int, int, torch.dtype], int],
+    state_of: Callable[[int, int, Fraction, torch.dtype], int],
     grad_dtype: torch.dtype | None,
     keep_full: bool,
 ) -> RankMemory:
+    """``alike`` counts the rank's pieces by their elements, param group, and scales of an element."""
     dtype = members[bucket.slots[0].param].param.dtype
     stepped = owned_dtype(dtype)
     wire = (grad_dtype or dtype).itemsize
     filled = bucket.numel - bucket.padding
-    owned = sum(piece.numel for piece in pieces)
+    owned = sum(times * numel for (numel, *_), times in alike.items())
     start, stop = bucket.parts[rank]
     if keep_full:
         gradients, padding = filled * wire, bucket.padding * wire
     else:
         gradients, padding = owned * stepped.itemsize, (stop - start - owned) * stepped.itemsize
-    alike = Counter((piece.numel, members[piece.param].group) for piece in pieces)
-    state = sum(times * state_of(numel, group, stepped) for (numel, group), times in alike.items())
+    state = sum(times * state_of(*of_piece, stepped) for of_piece, times in alike.items())
     reduced, gathered = bucket.sent_numels(rank)
     sent = reduced * wire + gathered * (dtype.itemsize + (wire if keep_full else 0))
     sent += all_reduce_nbytes((stop - start) * stepped.itemsize, plan.instances)

@@ -239,7 +239,7 @@ EXPERTS = (
 )
 
 
-def held_state(core: BufferCore, groups: Groups) -> dict[Tensor, dict[str, Tensor]]:
+def held_state(core: BufferCore, groups: Groups) -> dict[Tensor, Mapping[str, Tensor]]:
     """By parameter, this rank's piece of its state; meta tensors if this rank owns none of it.
 
     All ranks have all keys: torch.distributed.checkpoint steps an optimizer without state to create some, and reads
@@ -347,13 +347,14 @@ def put_state(core: BufferCore, groups: Groups, taken: Mapping[int, Mapping[str,
     """Copy the result of ``checked_state`` into this rank's pieces, and give owners their state."""
     for piece in (each for each in state_pieces(core) if each.member in taken):
         found, shape = dict(taken[piece.member]), core.members[piece.member].param.shape
-        for key, tensor in piece.tensors.items():
-            value = found.pop(key, None)
-            if isinstance(value, PartialTensor):
-                for place, box in piece.boxes(tensor, shape).items():
-                    box.copy_(value.boxes[place])
-            elif value is not None:  # a missing master follows the weights
-                fill(tensor, value, piece.view)
+        for key in piece.tensors.keys() & found.keys():  # a missing master follows the weights
+            value = found.pop(key)
+            with piece.changing(key) as tensor:
+                if isinstance(value, PartialTensor):
+                    for place, box in piece.boxes(tensor, shape).items():
+                        box.copy_(value.boxes[place])
+                else:
+                    fill(tensor, value, piece.view)
         core.stepper.take_owner_tensors(piece.member, groups, {key: _here(value) for key, value in found.items()})
 
 

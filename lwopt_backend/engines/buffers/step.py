@@ -18,7 +18,7 @@ from lwopt_backend.engines.base import batch_numel_on, machine_for
 from lwopt_backend.engines.buffers.bucket_manager import BucketManager
 from lwopt_backend.engines.buffers.gradients import BufferGradients
 from lwopt_backend.engines.buffers.saves import Saves
-from lwopt_backend.groups import Groups
+from lwopt_backend.groups import Group, Groups
 from lwopt_backend.groups.grouping import Grouping, Member
 from lwopt_backend.groups.param_groups import ElementwiseGroups
 from lwopt_backend.groups.registry import (
@@ -27,14 +27,15 @@ from lwopt_backend.groups.registry import (
     build_matrix_rule,
     build_matrix_rules,
     check_devices,
-    new_state,
+    quantized_keys,
+    stored_state,
 )
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import end_to_end
 from lwopt_backend.plan.buffers.layout import BUCKET_END, NCCL_BUCKET_END, Bucket, BufferParam
 from lwopt_backend.plan.buffers.plan import BufferPlan, plan_buffers
 from lwopt_backend.plan.cost import Machine, Shape
-from lwopt_backend.plan.layouts import View, range_views
+from lwopt_backend.plan.layouts import Fragment, View, range_views
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.buffers import BucketBuffers, RankGroups
@@ -42,7 +43,8 @@ from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.pieces import Pieces, Regions, Slices, flat_regions
 from lwopt_backend.runtime.places import Rules
 from lwopt_backend.runtime.presence import Presence
-from lwopt_backend.runtime.state import StatePiece, keeps_state, owner_key
+from lwopt_backend.runtime.quantized import QuantizedPiece, QuantizedState
+from lwopt_backend.runtime.state import StatePiece, keeps_state, owner_key, with_quantized
 from lwopt_backend.runtime.step import Matrices
 
 # Which ranks share which parameters: all ranks of a process group, in instances that each own everything.
@@ -156,14 +158,23 @@ class BufferStepper:
             self._regions[number] = flat_regions(views, 0 if piece is None else piece.numel)
         device = members[0].param.device
         batch = batch_numel_on(device, BATCH_NUMEL)
-        self._matrices = Matrices(self._atoms, kinds, device, batch_numel=batch, capture=config.capture)
+        self.matrices = Matrices(
+            self._atoms,
+            kinds,
+            device,
+            quantized=QuantizedState(self._atoms, lambda atom: Fragment(0, 0, self._atoms[atom].numel, 0)),
+            batch_numel=batch,
+            capture=config.capture,
+        )
         self._elementwise = ElementwiseGroups()
         self.last_first = False  # parameters return in forward order, the reverse of backward
         self.state: dict[int, dict[str, Tensor]] = {}
+        self._quantized: dict[int, Mapping[str, QuantizedPiece]] = {}
         for bucket in manager.buckets:
             for piece, value in zip(bucket.pieces, bucket.owned_values()):
                 member = members[piece.param]
-                self.state[piece.param] = new_state(value, groups[member.group])
+                self.state[piece.param] = stored_state(value, groups[member.group])
+                self._quantized[piece.param] = self._in_8_bits(piece.param, value, groups[member.group])
 
     @torch.no_grad()
     def step(self, groups: Groups, active: Callable[[int], bool]) -> None:
@@ -183,24 +194,32 @@ class BufferStepper:
     def pieces(self, bucket: BucketBuffers) -> Iterator[StatePiece]:
         """This rank's pieces of a bucket: ranges of flattened parameters. ``tensors`` has the masters."""
         for piece, value in zip(bucket.pieces, bucket.owned_values()):
-            tensors = {**self.state[piece.param], **({} if bucket.masters is None else {MASTER: value})}
-            view = View.of_range(piece.start, piece.stop)
-            yield StatePiece(piece.param, view, value, tensors, self.owner_states(piece.param))
+            tensors: Mapping[str, Tensor] = self.state[piece.param]
+            tensors = {**tensors, **({} if bucket.masters is None else {MASTER: value})}
+            view, owner = View.of_range(piece.start, piece.stop), self.owner_states(piece.param)
+            tensors = with_quantized(tensors, self._quantized[piece.param])
+            yield StatePiece(piece.param, view, value, tensors, owner)
+
+    def _in_8_bits(self, number: int, value: Tensor, group: Group) -> Mapping[str, QuantizedPiece]:
+        """The state in 8 bits of this rank's piece of a member, whose ``value`` is flat."""
+        cut = self._regions[number].of_matrices(self._atoms_of[number].values())
+        self.matrices.quantized.make(quantized_keys(group), self._atoms_of[number].values(), value.device)
+        return self.matrices.quantized.piece(quantized_keys(group), value.shape, value.dtype, value.device, cut)
 
     def owner_states(self, number: int) -> dict[int, dict[str, Any]]:
         """The owner state of a member's matrices on this rank, by a matrix's place in the member."""
-        held = self._matrices.owner_state.held()
+        held = self.matrices.owner_state.held()
         return {place: held[atom] for place, atom in self._atoms_of[number].items() if atom in held}
 
     def take_owner_states(self, number: int, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Replace the owner state of a member's matrices; those missing in ``states`` start fresh."""
-        self._matrices.owner_state.take({atom: states.get(place) for place, atom in self._atoms_of[number].items()})
+        self.matrices.owner_state.take({atom: states.get(place) for place, atom in self._atoms_of[number].items()})
 
     def owner_tensors(self, number: int, groups: Groups) -> dict[str, Tensor]:
         """``owner_states`` as tensors by key; before the first step, tensors such as that step creates."""
         member, found = self._members[number], {}
         for place, atom in self._made(number, groups).items():
-            for path, tensor in self._matrices.owner_state.tensors(atom, ordered=True).items():
+            for path, tensor in self.matrices.owner_state.tensors(atom, ordered=True).items():
                 found[owner_key(path, place, len(member.blocks))] = tensor
         return found
 
@@ -209,7 +228,7 @@ class BufferStepper:
         for place, atom in self._made(number, groups).items():
             start = owner_key("", place, len(self._members[number].blocks))
             of_matrix = {key.removeprefix(start): found[key] for key in found if key.startswith(start)}
-            self._matrices.owner_state.put_tensors(atom, of_matrix)
+            self.matrices.owner_state.put_tensors(atom, of_matrix)
 
     def _made(self, number: int, groups: Groups) -> dict[int, int]:
         """Make the owner state of the matrices that this rank owns in a member; returns their atoms by place."""
@@ -219,12 +238,12 @@ class BufferStepper:
         rule = build_matrix_rule(groups[self._members[number].group], self._config)
         if not keeps_state(rule):
             return {}
-        self._matrices.owner_state.make(dict.fromkeys(atoms.values(), rule))
+        self.matrices.owner_state.make(dict.fromkeys(atoms.values(), rule))
         return atoms
 
     def owner_nbytes(self) -> int:
         """Bytes of all owner state on this rank."""
-        return self._matrices.owner_state.nbytes()
+        return self.matrices.owner_state.nbytes()
 
     def _update(self, bucket: BucketBuffers, groups: Groups, rules: Rules, active: Callable[[int], bool]) -> None:
         pieces = zip(bucket.pieces, bucket.owned_values(), bucket.owned_grads())
@@ -237,7 +256,7 @@ class BufferStepper:
         for number, slices in stepped.items():
             if atoms := self._atoms_of[number].values():
                 by_atom.update(zip(atoms, self._regions[number].cut(slices), strict=True))
-        self._matrices.step(by_atom, rules, by_atom)
+        self.matrices.step(by_atom, rules, by_atom)
         by_group: dict[int, list[Slices]] = {}
         for number, slices in stepped.items():
             if self._members[number].rule not in MATRIX_RULES:

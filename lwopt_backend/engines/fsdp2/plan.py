@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import chain
 from typing import Any
 
@@ -33,7 +33,8 @@ from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.pieces import Pieces, Regions, Slices, box_regions
 from lwopt_backend.runtime.places import Rules
 from lwopt_backend.runtime.presence import Presence
-from lwopt_backend.runtime.state import StatePiece, keeps_state
+from lwopt_backend.runtime.quantized import QuantizedPiece, part_nbytes, part_of
+from lwopt_backend.runtime.state import StatePiece, keeps_state, with_quantized
 from lwopt_backend.runtime.step import Given, MatrixStepper
 
 # Reading an FSDP2 model: its parameters, their meshes, and the box of a parameter that each rank stores.
@@ -324,17 +325,30 @@ def by_wire(members: Sequence[MeshMember], rules: Mapping[int, MatrixRule]) -> l
 
 
 def new_state(param: Tensor, group: Mapping[str, Any], config: FSDP2Config) -> dict[str, Tensor]:
-    """Fresh state for a parameter, sharded as it is, in the configured dtype."""
-    like, dtype = param.detach(), state_dtype(param, config)
-    return dict(registry.new_state(like if like.dtype == dtype else torch.empty_like(like, dtype=dtype), group))
+    """Fresh state for a parameter, sharded as it is, in the configured dtype; on meta what is kept in 8 bits."""
+    like, dtype = param.detach(), state_dtype(param, group, config)
+    stored = registry.stored_state(like if like.dtype == dtype else torch.empty_like(like, dtype=dtype), group)
+    without = torch.empty(local(param).shape, dtype=dtype, device="meta")
+    return {**stored, **{key: as_shard(without, param) for key in registry.quantized_keys(group)}}
 
 
-def state_dtype(param: Tensor, config: FSDP2Config) -> torch.dtype:
+def as_shard(part: Tensor, made: Tensor) -> Tensor:
+    """``part`` as this rank's shard of a DTensor with the mesh, the placements and the shape of ``made``; the part
+    itself if that is a plain tensor."""
+    if not isinstance(made, DTensor):
+        return part
+    return DTensor.from_local(
+        part, made.device_mesh, made.placements, run_check=False, shape=made.shape, stride=made.stride()
+    )
+
+
+def state_dtype(param: Tensor, group: Mapping[str, Any], config: FSDP2Config) -> torch.dtype:
     """The configured dtype of a parameter's state. torch's Muon and SGD create it like the gradient, whose
-    ``grad_dtype`` fully_shard keeps from torch 2.15; None allows any dtype."""
+    ``grad_dtype`` fully_shard keeps from torch 2.15; None allows any dtype. Beside state in 8 bits, at least fp32."""
     if config.state_dtype == "float32":
         return torch.float32
-    return torch.promote_types(param.dtype, getattr(param, "grad_dtype", param.dtype) or torch.float32)
+    found = torch.promote_types(param.dtype, getattr(param, "grad_dtype", param.dtype) or torch.float32)
+    return torch.promote_types(found, torch.float32) if registry.quantized_keys(group) else found
 
 
 def mesh_state_nbytes(
@@ -343,9 +357,17 @@ def mesh_state_nbytes(
     """Bytes of the state that the rank at ``coordinate`` keeps."""
     found = 0
     for m in members:
-        numel = math.prod(m.sharding.local_shape(coordinate))
-        found += registry.state_nbytes(numel, groups[m.group], state_dtype(m.param, config))
+        numel, group = math.prod(m.sharding.local_shape(coordinate)), groups[m.group]
+        in_8_bits = _nbytes_in_8_bits(m.sharding, m.blocks, coordinate) if registry.quantized_keys(group) else 0
+        found += registry.state_nbytes(numel, group, state_dtype(m.param, group, config), in_8_bits)
     return found
+
+
+@lru_cache(maxsize=256)  # for the many layers alike
+def _nbytes_in_8_bits(sharding: Sharding, blocks: tuple[Block, ...], coordinate: Coordinate) -> int:
+    """Bytes of one state in 8 bits of a parameter's matrices at ``coordinate``."""
+    fragments = ((sharding_in(sharding, block).fragment(0, coordinate), block.shape[1]) for block in blocks)
+    return sum(part_nbytes(part_of(fragment, columns)) for fragment, columns in fragments)
 
 
 # From param groups of sharded parameters to steppers: one per device mesh, planned in the same order on all ranks.
@@ -497,6 +519,9 @@ class MeshStepper:
         self.plan = self.planned.plan
         self.matrices, self.places = self.planned.matrices, self.planned.places
         batch = batch_numel_on(self.device, BATCH_NUMEL)
+        self._quantized_keys = [*map(registry.quantized_keys, groups)]
+        in_8_bits = [number for number, member in enumerate(self.members) if self._quantized_keys[member.group]]
+        self._wide = {number: self._state_dtype(self.members[number]) for number in in_8_bits}  # of their gradients
         self._kinds: dict[tuple[int, torch.dtype, torch.dtype], int] = {}  # of matrices, by param group and dtypes
         kinds = [self._kind(self.members[index]) for index in self.matrices]
         apart = self.plan.instances
@@ -505,6 +530,12 @@ class MeshStepper:
             self.plan, kinds, self.exchanging, self.device, batch_numel=batch, capture=config.capture
         )
         self._regions = self._find_regions()
+        self._atoms_of: dict[int, list[int]] = {}  # by member
+        for atom, number in enumerate(self.matrices):
+            self._atoms_of.setdefault(number, []).append(atom)
+        for number, atoms in self._atoms_of.items():
+            keys, device = self._quantized_keys[self.members[number].group], local(self.members[number].param).device
+            self.stepper.matrices.quantized.make(keys, atoms, device)
         self._units: list[bool] = []  # by member, whether a fully_shard unit reduces its gradient
 
     def check_units(self, params: Collection[int]) -> None:
@@ -542,7 +573,7 @@ class MeshStepper:
         return frozenset(atom for atom, number in enumerate(self.matrices) if not presence(number))
 
     def _kind(self, member: MeshMember) -> int:
-        key = (member.group, member.param.dtype, state_dtype(member.param, self.config))
+        key = (member.group, member.param.dtype, self._state_dtype(member))
         return self._kinds.setdefault(key, len(self._kinds))
 
     def by_kind(self, rules: Rules) -> Rules:
@@ -564,7 +595,18 @@ class MeshStepper:
     def pieces_of(self, number: int, states: States, grad: Tensor | None) -> Sequence[Pieces]:
         """This rank's pieces of a member's matrices."""
         member = self.members[number]
-        return self._regions[number].cut(piece(member, grad, states[member.param]))
+        return self._regions[number].cut(piece(member, grad, states[member.param], self._wide.get(number)))
+
+    def _state_dtype(self, member: MeshMember) -> torch.dtype:
+        return state_dtype(member.param, self.groups[member.group], self.config)
+
+    def in_8_bits(self, number: int) -> dict[str, QuantizedPiece]:
+        """The state in 8 bits of this rank's shard of a member."""
+        member = self.members[number]
+        if not (keys := self._quantized_keys[member.group]):
+            return {}
+        value, cut = local(member.param), self._regions[number].of_matrices(self._atoms_of[number])
+        return self.stepper.matrices.quantized.piece(keys, value.shape, value.dtype, value.device, cut)
 
     def _find_regions(self) -> dict[int, Regions]:
         """The places of the matrices in each member that has some; many members are alike."""
@@ -583,7 +625,8 @@ class MeshStepper:
         for number, member in enumerate(self.members, first):
             view = View.of_box(member.sharding.shape, member.sharding.box(self._coordinate))
             state = {key: local(tensor) for key, tensor in states.get(member.param, {}).items() if not tensor.is_meta}
-            yield StatePiece(number, view, local(member.param), state)
+            tensors = with_quantized(state, self.in_8_bits(number - first))
+            yield StatePiece(number, view, local(member.param), tensors)
 
     def elementwise(self, group: int, states: States, presence: Presence) -> list[Slices]:
         """This rank's shards of the element-wise members of a param group that have a gradient on any rank."""
@@ -606,8 +649,11 @@ class _MemberPieces:
         return self._cut[number][self._stepper.places[atom]]
 
 
-def piece(member: MeshMember, grad: Tensor | None, state: Mapping[str, Any]) -> Slices:
-    """This rank's shard of the parameter, its gradient in the state's dtype (zeros for None), and its state.
+def piece(
+    member: MeshMember, grad: Tensor | None, state: Mapping[str, Any], dtype: torch.dtype | None = None
+) -> Slices:
+    """This rank's shard of the parameter, its gradient in the state's dtype or ``dtype`` (zeros for None), and its
+    state.
 
     Raises TypeError for a gradient that is not a dense tensor.
     """
@@ -616,7 +662,9 @@ def piece(member: MeshMember, grad: Tensor | None, state: Mapping[str, Any]) -> 
     grad = torch.zeros_like(value) if grad is None else gradient(member.name, member.param, grad)
     if grad.layout != torch.strided:
         raise TypeError(f"{describe(member.name, member.param)}: expected a dense gradient, found {grad.layout}")
-    if {value.dtype, *(s.dtype for key, s in shards.items() if key != "step")} != {grad.dtype}:
+    if dtype is not None:
+        grad = grad.to(dtype)
+    elif {value.dtype, *(s.dtype for key, s in shards.items() if key != "step")} != {grad.dtype}:
         like = (s.dtype for key, s in shards.items() if key != "step" and s.shape == value.shape)
         grad = grad.to(next(like, value.dtype))
     return Slices(value, grad, shards)

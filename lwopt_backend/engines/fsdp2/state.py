@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lwopt_backend.engines.fsdp2.plan import MeshStepper, States, local, placed
+from lwopt_backend.engines.fsdp2.plan import MeshStepper, States, as_shard, local, placed
 from lwopt_backend.groups.members import Members
 from lwopt_backend.groups.param_groups import check_saved_groups, of_another_optimizer
-from lwopt_backend.groups.registry import rule_of
+from lwopt_backend.groups.registry import quantized_keys, rule_of
 from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Segment, Sharding, Transfer
 from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.plan.layouts import View
@@ -131,15 +131,6 @@ def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     assert coordinate is not None
     box = placed(tensor).box(tuple(coordinate))
     return tuple(begin for begin, _ in box), tuple(size for _, size in box)
-
-
-def as_shard(part: Tensor, made: DTensor) -> DTensor:
-    """``part`` as this rank's shard of a DTensor with the mesh, the placements and the shape of ``made``."""
-    if not made.is_meta:
-        part = part.to(made.device)
-    return DTensor.from_local(
-        part, made.device_mesh, made.placements, run_check=False, shape=made.shape, stride=made.stride()
-    )
 
 
 # Owner state in an optimizer's state dict: DTensors, cut by rows over the parameter's mesh.
@@ -331,8 +322,9 @@ def owner_shards(steppers: Sequence[MeshStepper], rules: Mapping[int, MatrixRule
     Adds its keys to ``states``, on meta: torch reads only the existing keys of a flattened checkpoint.
     """
     shards = [OwnerShards(stepper, rules) for stepper in steppers]
-    for state in states.values():
-        for name in [name for name, tensor in state.items() if tensor.is_meta]:
+    quantized = {m.param: stepper.in_8_bits(n) for stepper in steppers for n, m in enumerate(stepper.members)}
+    for param, state in states.items():
+        for name in [name for name, tensor in state.items() if tensor.is_meta and name not in quantized[param]]:
             del state[name]
     for of_mesh in shards:
         for entry in of_mesh.entries:
@@ -355,10 +347,34 @@ def with_owner_state(state_dict: dict[str, Any], shards: Sequence[OwnerShards], 
     return {**state_dict, "state": state}
 
 
+def with_wide_state(
+    state_dict: dict[str, Any], steppers: Sequence[MeshStepper], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """``state_dict`` with what is kept in 8 bits in fp32: that of ``steppers``, or zeros before there are any."""
+    state, index_of = dict(state_dict["state"]), _indices(state_dict, [group["params"] for group in groups])
+    pieces = {m.param: stepper.in_8_bits(n) for stepper in steppers for n, m in enumerate(stepper.members)}
+    for group in groups:
+        keys = quantized_keys(group)
+        for param in group["params"] if keys else ():
+            of_param = dict(state.get(index_of[id(param)], {}))
+            for key in of_param.keys() & set(keys):
+                held, like = pieces.get(param, {}).get(key), local(of_param[key])
+                wide = torch.zeros_like(like, device=local(param).device) if held is None else held.read()
+                of_param[key] = as_shard(wide, param)
+            state[index_of[id(param)]] = of_param
+    return {**state_dict, "state": state}
+
+
 @torch.no_grad()
-def take_state(state_dict: Mapping[str, Any], groups: Groups, states: States, shards: Sequence[OwnerShards]) -> None:
-    """Copy this rank's part of a state dict, of whole tensors or shards, into ``states``; send owner state to the
-    owners.
+def take_state(
+    state_dict: Mapping[str, Any],
+    groups: Groups,
+    states: States,
+    shards: Sequence[OwnerShards],
+    steppers: Sequence[MeshStepper],
+) -> None:
+    """Copy this rank's part of a state dict, of whole tensors or shards, into ``states``, or what ``steppers`` keep in
+    8 bits there; send owner state to the owners.
 
     State that the state dict lacks is not changed. Called on all ranks.
     """
@@ -370,8 +386,14 @@ def take_state(state_dict: Mapping[str, Any], groups: Groups, states: States, sh
             of_mesh.load({entry: _here(value, like) for entry, value, like in made})
     for param, of_param in found.items():
         for key, into in states[param].items():
-            if key in of_param and not into.is_meta:  # meta tensors are at the owner
+            if key in of_param and not into.is_meta:  # meta tensors are at the owner, or in 8 bits
                 local(into).copy_(_here(torch.as_tensor(of_param[key]), into))
+    for stepper in steppers:
+        for number, member in enumerate(stepper.members):
+            for key, held in stepper.in_8_bits(number).items():
+                if key in (of_param := found.get(member.param, {})):
+                    here = _here(of_param[key], states[member.param][key])
+                    held.write(here.to(held.device, held.dtype))
 
 
 def _here(value: Tensor, made: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from lwopt_backend.checkpoint.dcp import saving
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.engines.buffers.files import LOADING, SAVING, check_readable, opened
 from lwopt_backend.engines.buffers.state import PartialTensor
-from lwopt_backend.engines.fsdp2.state import as_shard, box_of
+from lwopt_backend.engines.fsdp2.plan import as_shard
+from lwopt_backend.engines.fsdp2.state import box_of
 from lwopt_backend.runtime.agreement import check_on_all
 from lwopt_backend.runtime.collectives import Collectives
 
@@ -94,5 +95,6 @@ def _read(folder: DcpFolder, key: str, like: Any) -> Any:
         boxes = {at: folder.read_box(key, at, box.shape) for at, box in like.boxes.items()}
         return PartialTensor(saved.shape, saved.dtype, boxes)
     if hasattr(like, "to_local"):
-        return as_shard(folder.read_box(key, *box_of(like)), like)
+        part = folder.read_box(key, *box_of(like))
+        return as_shard(part if like.is_meta else part.to(like.device), like)
     return folder.tensor(key).read()

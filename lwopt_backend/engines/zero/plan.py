@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add
@@ -28,14 +28,15 @@ from lwopt_backend.plan import (
     plan_matrices,
     plan_spread,
 )
-from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockLayout, Partition, StorageLayout, in_blocks
+from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockLayout, Partition, StorageLayout, View, in_blocks
 from lwopt_backend.plan.mesh import in_whole
 from lwopt_backend.plan.owners import Limits, modelled_time
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import plan_digest, setting
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.pieces import Regions, Slices, flat_regions
-from lwopt_backend.runtime.state import StatePiece
+from lwopt_backend.runtime.pieces import Regions, Slices, flat_regions, view_of
+from lwopt_backend.runtime.quantized import QuantizedPiece, QuantizedState, planned_nbytes
+from lwopt_backend.runtime.state import StatePiece, with_quantized
 from lwopt_backend.runtime.step import Given, MatrixStepper
 
 # How ZeRO stores the parameters of a param group, and which of them it steps at a time.
@@ -151,6 +152,11 @@ def plan_group(
         atoms = [atom for member in members for atom in registry.atoms_of(member, group, costs)]
         of_atoms = _of_atoms(members, layout, places)
         rule_of_group = registry.build_matrix_rule(group, config)
+        if places and rule_of_group.quantized:
+            raise ValueError(
+                f"momentum_dtype: expected None under tensor parallelism, whose shards of a matrix have no rows of it, "
+                f"found {group['momentum_dtype']!r}; leave it out"
+            )
         matrices = _plan_atoms(atoms, of_atoms, rule_of_group, config, machine, earlier)
     options = tuple(setting(f"{rule}.{key}", value) for key, value in registry.arguments(group).items())
     if not isinstance(layout, Replicas):
@@ -158,7 +164,11 @@ def plan_group(
     else:
         assert matrices is not None, "element-wise parameters are replicated, but stepped in partitions"
         numels = [kept_numel(matrices, rank) for rank in range(len(places))] if places else matrices.owned_numels()
-    state_bytes = tuple(registry.state_nbytes(numel, group) for numel in numels)
+    quantized = matrices is not None and registry.quantized_keys(group)
+    in_8_bits = planned_nbytes(matrices) if matrices is not None and quantized else [0] * len(numels)
+    state_bytes = tuple(
+        registry.state_nbytes(numel, group, in_8_bits=nbytes) for numel, nbytes in zip(numels, in_8_bits)
+    )
     return GroupPlan(rule, tuple(members), layout, options, matrices, state_bytes)
 
 
@@ -248,6 +258,7 @@ class UnitStepper(Generic[Stored]):
         self._config = config
         self._device = device
         self._elementwise = ElementwiseGroups()
+        self._quantized_keys: Sequence[str] = ()
         self.matrices: MatrixStepper | None = None
         if plan.matrices is not None:
             rule_device = torch.device("cpu") if config.ns_device == "cpu" else device
@@ -273,12 +284,42 @@ class UnitStepper(Generic[Stored]):
         raise NotImplementedError
 
     def fill_state(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """Add the state tensors that are missing; those that a checkpoint restored are kept."""
-        for key, tensor in registry.new_state(self._like(), group).items():
+        """Add the state tensors that are missing; those that a checkpoint restored are kept, or quantized."""
+        for key, tensor in registry.stored_state(self._like(), group).items():
             state.setdefault(key, tensor)
+        self._quantized_keys = registry.quantized_keys(group)
+        for key in self._quantized_keys:
+            loaded = state.pop(key, None)
+            for atom, views in self._in_flat() if loaded is not None else ():
+                self._quantized.take([view_of(loaded, view) for view in views], key, atom)
+        if self._quantized_keys:
+            self._quantized.make(self._quantized_keys, (atom for atom, _ in self._in_flat()), self._place()[1])
+
+    def wide_state(self, *, to_send: bool) -> dict[str, Tensor]:
+        """What is kept in 8 bits as flat fp32 tensors, for a checkpoint: in CPU memory, unless ranks send it."""
+        found = {}
+        for key in self._quantized_keys:
+            numel, device = self._place()
+            found[key] = flat = torch.zeros(numel, dtype=torch.float32, device=device if to_send else "cpu")
+            for atom, views in self._in_flat():
+                self._quantized.copy_into([view_of(flat, view) for view in views], key, atom)
+        return found
+
+    @property
+    def _quantized(self) -> QuantizedState:
+        assert self.matrices is not None
+        return self.matrices.matrices.quantized
+
+    def _in_flat(self) -> Iterator[tuple[int, Sequence[View]]]:
+        """By matrix, the places of its state in this rank's flat state."""
+        raise NotImplementedError
 
     def _like(self) -> Tensor:
         """A flat tensor of the length of the state."""
+        raise NotImplementedError
+
+    def _place(self) -> tuple[int, torch.device]:
+        """The length of the state, and where it is."""
         raise NotImplementedError
 
 
@@ -290,17 +331,43 @@ class GroupStepper(UnitStepper[Tensor]):
     def _like(self) -> Tensor:
         return self._stored
 
+    def _place(self) -> tuple[int, torch.device]:
+        return self._stored.numel(), self._stored.device
+
+    def _in_flat(self, atoms: Iterable[int] | None = None) -> Iterator[tuple[int, Sequence[View]]]:
+        planned, rank = self._plan.matrices, self._collectives.rank
+        assert planned is not None
+        layout = planned.layout
+        assert isinstance(layout, (Partition, BlockLayout))
+        for atom in range(len(planned.atoms)) if atoms is None else atoms:
+            if views := layout.views(atom, rank):
+                yield atom, views
+
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
         """The fragment of every parameter; some are empty, and some of shards have several pieces."""
+        end = 0  # of the atoms so far
         for index, param in enumerate(self.params):
             held = self._plan.layout.fragment(index, self._plan.place(self._collectives.rank))
             offset, start, numel = (held.offset, held.start, held.numel) if held is not None else (0, 0, 0)
+            atoms, end = range(end, end + len(param.blocks)), end + len(param.blocks)
             for view in in_whole(param, self._shard, start, start + numel):
                 held_here = math.prod(view.sizes)
                 cut = [t.narrow(0, offset, held_here).view(view.sizes) if t.ndim else t for t in state.values()]
                 value = self._stored.detach().narrow(0, offset, held_here).view(view.sizes)
-                yield StatePiece(first + index, view, value, dict(zip(state, cut)))
+                tensors = with_quantized(dict(zip(state, cut)), self._in_8_bits(atoms, value, offset))
+                yield StatePiece(first + index, view, value, tensors)
                 offset += held_here
+
+    def _in_8_bits(self, atoms: range, value: Tensor, offset: int) -> Mapping[str, QuantizedPiece]:
+        """The state in 8 bits of a parameter, with these atoms, whose ``value`` is at ``offset`` of the partition."""
+        if not self._quantized_keys:
+            return {}
+
+        def cut(flat: Tensor) -> Iterator[tuple[int, Sequence[Tensor]]]:
+            for atom, views in self._in_flat(atoms):
+                yield atom, [view_of(flat, replace(view, offset=view.offset - offset)) for view in views]
+
+        return self._quantized.piece(self._quantized_keys, value.shape, value.dtype, value.device, cut)
 
     def _weights(self) -> list[Tensor]:
         """The partition without padding, whose values are arbitrary."""
@@ -314,7 +381,7 @@ class GroupStepper(UnitStepper[Tensor]):
             self._elementwise.step(0, group, [Slices(self._stored, grad, state)], self._weights)
             return
         rule = registry.build_matrix_rule(group, self._config)
-        elements = Slices(self._stored, grad, {key: state[key] for key in rule.state_keys})
+        elements = Slices(self._stored, grad, {key: state[key] for key in rule.stored_keys})
         if self._regions is None:
             layout, rank = planned.layout, self._collectives.rank
             assert isinstance(layout, (Partition, BlockLayout))

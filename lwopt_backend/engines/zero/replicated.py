@@ -17,7 +17,7 @@ from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.plan.mesh import in_whole
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives, phase, sending
 from lwopt_backend.runtime.pieces import Pieces, Regions, Slices, box_regions
-from lwopt_backend.runtime.state import StatePiece, fill, part_of
+from lwopt_backend.runtime.state import StatePiece, fill, part_of, with_quantized
 from lwopt_backend.runtime.step import Given
 from lwopt_backend.runtime.tensors import copy_all
 
@@ -106,8 +106,11 @@ class ReplicatedStepper(UnitStepper[Sequence[Tensor]]):
     """Base of both steppers: whole parameters, and flat state of this rank's elements."""
 
     def _like(self) -> Tensor:
-        numel = state_numel(self._plan, self._collectives.rank)
-        return torch.zeros(numel, dtype=torch.float32, device=self._device)
+        numel, device = self._place()
+        return torch.zeros(numel, dtype=torch.float32, device=device)
+
+    def _place(self) -> tuple[int, torch.device]:
+        return state_numel(self._plan, self._collectives.rank), self._device
 
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
         """The whole weights of every parameter, with its counters; then the state of this rank's elements."""
@@ -120,11 +123,15 @@ class ReplicatedStepper(UnitStepper[Sequence[Tensor]]):
             for view, value in zip(views, values, strict=True):
                 yield StatePiece(first + index, view, value, dict(counters))
         flats = {key: tensor for key, tensor in state.items() if tensor.ndim}
-        for index, view, offset in _views(self._plan, self._collectives.rank):
+        for place, (index, view, offset) in enumerate(_views(self._plan, self._collectives.rank)):
             for in_param in self._in_whole(self.params[index], view):
                 tensors = {key: _part(flat, in_param, offset) for key, flat in flats.items()}
-                yield StatePiece(first + index, in_param, None, tensors)
+                yield StatePiece(first + index, in_param, None, self._with_8_bits(tensors, place, in_param))
                 offset += math.prod(in_param.sizes)
+
+    def _with_8_bits(self, tensors: dict[str, Tensor], place: int, view: View) -> Mapping[str, Tensor]:
+        """The state of the elements ``view``, those of the matrix that is at ``place`` of this rank's."""
+        return tensors
 
     def _in_whole(self, param: TrainedParam, view: View) -> Iterator[View]:
         """The elements ``view`` of this rank's shard as elements of the whole parameter, in order."""
@@ -148,12 +155,28 @@ class MatrixReplicas(ReplicatedStepper):
         self._places = [(p, regions) for p, trained in pairs for regions in _regions_of(trained, self._shard)]
         self._names = [trained.name for _, trained in pairs for _ in _regions_of(trained, self._shard)]
         self._bases = kept_bases(self._plan.matrices, self._collectives.rank)
+        self._kept = list(self._bases)
+
+    def _in_flat(self) -> Iterator[tuple[int, Sequence[View]]]:
+        for atom, base in self._bases.items():
+            yield atom, [View.of_range(base, base + sum(rows.numel for rows in self._quantized.part(atom)))]
+
+    def _with_8_bits(self, tensors: dict[str, Tensor], place: int, view: View) -> Mapping[str, Tensor]:
+        if not self._quantized_keys:
+            return tensors
+        atom = self._kept[place]  # tensor parallelism is refused, so a matrix is one view
+
+        def cut(whole: Tensor) -> Iterator[tuple[int, Sequence[Tensor]]]:
+            yield atom, [whole]
+
+        device, keys = self._stored[0].device, self._quantized_keys
+        return with_quantized(tensors, self._quantized.piece(keys, view.sizes, torch.float32, device, cut))
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any], out: Collection[str] = ()) -> None:
         """One step from the parameters' gradients, which are equal on all ranks."""
         assert self.matrices is not None
         rule = build_matrix_rule(group, self._config)
-        pieces = _WholePieces(self, {key: state[key] for key in rule.state_keys})
+        pieces = _WholePieces(self, {key: state[key] for key in rule.stored_keys})
         skipped = frozenset(atom for atom, name in enumerate(self._names) if name in out)
         self.matrices.step(Given({KIND: rule}, pieces, skipped))
 

@@ -33,6 +33,7 @@ from tests.support.fused import Experts
 from tests.support.on_ranks import on_ranks
 from tests.support.plain import optimizer_for, shares, step_all
 from tests.support.ranks import gathered
+from tests.support.references import round_to_8_bits
 
 INF, NAN = math.inf, math.nan
 NAMES = ("vision", "language")
@@ -95,7 +96,7 @@ class Beside:
     """Modules that are trained on a split of the ranks, and both whole on one process, which they must equal."""
 
     def __init__(self, split: Split, kinds: Sequence[str] = OWNED, **options: Any) -> None:
-        self.split, self.kinds, self.apart = split, kinds, "clip_groups" in options
+        self.split, self.kinds, self.apart, self.options = split, kinds, "clip_groups" in options, options
         self.modules, self.optimizers = make(split, kinds, **options)
         self.single = {name: model_of(name) for name in NAMES}
         self.single_optimizers: list[Any] = []
@@ -134,6 +135,9 @@ class Beside:
                 self.clip_single(self.optimizers.clip_group_norms["biases"], dict.fromkeys(NAMES, 0.002), "biases")
             self.optimizers.zero_grad()
             step_all(self.single_optimizers)
+            for optimizer in self.single_optimizers if "momentum_dtype" in self.options else ():
+                for state in optimizer.state.values() if isinstance(optimizer, torch.optim.Muon) else ():
+                    round_to_8_bits(state["momentum_buffer"])
 
     def grads(self, module: str, apart: str = "") -> list[Tensor]:
         """Of one process: all, or with ``apart`` of "biases" or "rest"."""
@@ -166,7 +170,7 @@ class Beside:
     def go_on_with(self, split: Split) -> None:
         """New modules and optimizers on another split, with the one process's weights."""
         self.split = split
-        self.modules, self.optimizers = make(split, self.kinds)
+        self.modules, self.optimizers = make(split, self.kinds, **self.options)
         self.take_weights()
 
     def take_weights(self) -> None:
@@ -506,18 +510,19 @@ TURNED: list[Split] = [APART, ((2, 3), (0, 1)), ((3,), (1, 2))]
 
 @on_ranks(4)
 @pytest.mark.parametrize(
-    ("kinds", "splits", "by_torch"),
+    ("kinds", "splits", "by_torch", "options"),
     [
-        (OWNED, [APART, ONE_AND_REST, ON_ONE, OVERLAPPING, EVERYWHERE], False),
-        (("DDP", "FSDP2"), TURNED, False),
-        (("FSDP2", "owned"), TURNED, True),
+        (OWNED, [APART, ONE_AND_REST, ON_ONE, OVERLAPPING, EVERYWHERE], False, {}),
+        (("DDP", "FSDP2"), TURNED, False, {}),
+        (("FSDP2", "owned"), TURNED, True, {}),
+        (("FSDP2", "owned"), TURNED, False, {"momentum_dtype": "int8"}),
     ],
 )
 def test_training_goes_on_from_a_save_when_the_split_changed(
-    tmp_path: Path, kinds: tuple[str, str], splits: list[Split], by_torch: bool
+    tmp_path: Path, kinds: tuple[str, str], splits: list[Split], by_torch: bool, options: dict[str, Any]
 ) -> None:
     """Each split goes on from what the one before saved, with the learning rates that it had."""
-    run = Beside(splits[0], kinds)
+    run = Beside(splits[0], kinds, **options)
     for number, split in enumerate(splits):
         if number > 0:
             run.go_on_with(split)

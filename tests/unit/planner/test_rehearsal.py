@@ -37,6 +37,7 @@ def figures(found: Rehearsal) -> dict[str, int]:
     return {figure.what: figure.rehearsed for figure in found.figures}
 
 
+INT8 = {"momentum_dtype": "int8"}
 MUONH = {"name": "muon", "hyperball": True, "weight_decay": 0.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("plain", {}),
@@ -54,6 +55,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2, bf16": ("fsdp2", {"dtype": torch.bfloat16, "state_dtype": "float32"}),
     "fsdp2, normuon": ("fsdp2", {"matrix": "normuon"}),
     "fsdp2, muonh": ("fsdp2", {"matrix": MUONH, "bucket_matrices": 2}),
+    "plain, int8": ("plain", INT8),
+    "fsdp2, int8": ("fsdp2", INT8),
+    "zero2, int8": ("zero2", {"policy": "balance", **INT8}),
+    "zero3, int8": ("zero3", INT8),
     "fsdp2, soap": ("fsdp2", {"matrix": "soap"}),
     "fsdp2, shampoo": ("fsdp2", {"matrix": "shampoo"}),
     "zero1": ("zero1", {"policy": "balance", "bucket_numel": 9000}),
