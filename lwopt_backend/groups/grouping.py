@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import is_
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -64,23 +65,28 @@ class InModel:
         restore(model)
         here = {id(param) for param in model.parameters()}
         self._trained = [(name, param) for name, param in trained if id(param) in here]
-        self._places = list(self._found())
+        self._look()
 
     def replaced(self) -> str | None:
         """A sentence on those that the model no longer has, which would be trained for nothing; or None.
 
         Costs one comparison for each of them and each module around them, while these are the same objects.
         """
-        if all(content.get(key) is kept for content, key, kept in self._places):
+        if all(map(is_, map(dict.get, self._contents, self._keys), self._kept)):  # no call of Python a parameter
             return None
         self._restore(self._model)
         here = {id(param) for param in self._model.parameters()}
         if gone := [name for name, param in self._trained if id(param) not in here]:
             return f"{_are(gone)} no longer in the model (replaced), so no step changes the replacement; {ADVICE}"
-        self._places = list(self._found())
+        self._look()
         return None
 
-    def _found(self) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+    def _look(self) -> None:
+        found = [*self._found()]
+        self._contents = [content for content, _, _ in found]
+        self._keys, self._kept = [key for _, key, _ in found], [kept for _, _, kept in found]
+
+    def _found(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """The parameters and the modules around them, each with its key in a module's content."""
         ours = {id(param) for _, param in self._trained}
         for module in self._model.modules():

@@ -76,6 +76,9 @@ class Regions:
         """The pieces of every matrix."""
         tensors = (slices.value, slices.grad, *slices.state.values())
         flats = _flat(tensors) if self._in_order else None
+        if self._is_whole and flats is not None:  # most parameters: thousands of them in a model of separate experts
+            value, grad, *of_states = flats
+            return [Pieces((value,), (grad,), (dict(zip(slices.state, of_states)),), True)]
         is_flat = flats is not None
         values, grads, *of_state = map(self._strided, tensors) if flats is None else map(self._ranges, flats)
         states = [dict(zip(slices.state, each)) for each in zip(*of_state)] if of_state else [{} for _ in values]
@@ -99,7 +102,7 @@ class Regions:
         return cut
 
     def _ranges(self, flat: Tensor) -> Sequence[Tensor]:
-        return (flat,) if self._is_whole else flat.split_with_sizes(self._sizes)[self._places]
+        return flat.split_with_sizes(self._sizes)[self._places]
 
     def _strided(self, tensor: Tensor) -> Sequence[Tensor]:
         return [view_of(tensor, view) for of_matrix in self._views_of(tensor.stride()) for view in of_matrix]
@@ -156,6 +159,6 @@ class Joined(NamedTuple):
 
 def joined(of_batch: Sequence[Pieces]) -> Joined:
     """The pieces of several matrices, in order."""
+    values, grads, states, _ = zip(*of_batch)  # no call of Python a matrix
     flat = chain.from_iterable
-    grads, values = flat(pieces.grads for pieces in of_batch), flat(pieces.values for pieces in of_batch)
-    return Joined([*grads], [*values], [*flat(pieces.states for pieces in of_batch)])
+    return Joined([*flat(grads)], [*flat(values)], [*flat(states)])

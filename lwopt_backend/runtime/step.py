@@ -215,7 +215,7 @@ class Matrices:
         batch_numel: int = 0,
         capture: bool = False,
     ) -> None:
-        self.atoms = atoms
+        self.atoms, self._shapes = atoms, [atom.rule_shape for atom in atoms]
         self.batches = Batches(atoms, kinds, batch_numel)
         self.owner_state = OwnerState(atoms, rule_device)
         self.quantized = quantized
@@ -358,10 +358,10 @@ class Matrices:
             of_all = (
                 sums_of_matrices(wide, moves, of_batch) if sums is None else torch.stack([sums[atom] for atom in atoms])
             )
-            factors = rule.factors(of_all, [self.atoms[atom].rule_shape for atom in atoms])
+            factors = rule.factors(of_all, [self._shapes[atom] for atom in atoms])
             apply_by_norms(rule, wide, moves, of_batch, factors)
         else:
-            shapes = [self.atoms[atom].rule_shape for atom, pieces in zip(atoms, of_batch) for _ in pieces.values]
+            shapes = [self._shapes[atom] for atom, pieces in zip(atoms, of_batch) for _ in pieces.values]
             numels = batch.numels if all([pieces.is_flat for pieces in of_batch]) else None
             rule.apply_all(wide, cast_all(moves, dtype, numels) if len(atoms) > 1 else moves, shapes)
         if wide is not values:
@@ -524,7 +524,8 @@ class MatrixStepper:
 
     def _sums(self, places: Places, parts: Parts, given: Given) -> Mapping[int, Tensor] | None:
         """``sums_of`` the whole matrices of a bucket, added over the ranks, if its rules use norms: 24 bytes each."""
-        atoms = [atom for atom in places.active if given.rules[self._kinds[atom]].by_norms]
+        by_norms = {kind for kind, rule in given.rules.items() if rule.by_norms}
+        atoms = [atom for atom in places.active if self._kinds[atom] in by_norms] if by_norms else []
         if not atoms:
             return None
         found = self.matrices.sums(parts, places, given)

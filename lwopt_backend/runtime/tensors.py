@@ -19,17 +19,16 @@ def owned_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def parts_like(parts: Sequence[Tensor], places: Sequence[int], of_batch: Sequence[Pieces]) -> list[Tensor]:
     """The parts of a buffer at these places, as views like the pieces."""
-    return [view for place, pieces in zip(places, of_batch) for view in _of_part(parts[place], pieces)]
+    return moves_like(of_batch, [parts[place] for place in places])
 
 
 def moves_like(of_batch: Sequence[Pieces], updates: Sequence[Tensor]) -> list[Tensor]:
     """The updates, flat by matrix, like the pieces of all matrices."""
-    return [move for pieces, update in zip(of_batch, updates) for move in _of_part(update, pieces)]
-
-
-def _of_part(part: Tensor, pieces: Pieces) -> Sequence[Tensor]:
-    """The elements of a fragment, which are flat, like its pieces."""
-    return (part,) if pieces.is_flat else views_like(part, pieces.values)
+    return [
+        move
+        for pieces, update in zip(of_batch, updates)
+        for move in ((update,) if pieces.is_flat else views_like(update, pieces.values))
+    ]
 
 
 # Matrices in tiles (``Atom``)

@@ -214,14 +214,16 @@ def place_gradients(params: Iterable[Tensor]) -> list[Tensor | None]:
     found = []
     for param in params:
         grad = param.grad
-        if isinstance(param, DTensor) and isinstance(grad, DTensor) and not is_placed(param, grad):
+        if not isinstance(param, DTensor) or not isinstance(grad, DTensor) or grad._spec is param._spec:
+            pass  # FSDP2 gives a gradient the parameter's own specification
+        elif not is_placed(param, grad):
             param.grad = grad = grad.redistribute(param.device_mesh, param.placements)
         found.append(grad)
     return found
 
 
 def is_placed(param: DTensor, grad: DTensor) -> bool:
-    """Whether a gradient has its parameter's placements. FSDP2 gives it the parameter's own specification."""
+    """Whether a gradient has its parameter's placements."""
     return grad._spec is param._spec or grad.placements == param.placements
 
 
@@ -662,9 +664,10 @@ def piece(
     grad = torch.zeros_like(value) if grad is None else gradient(member.name, member.param, grad)
     if grad.layout != torch.strided:
         raise TypeError(f"{describe(member.name, member.param)}: expected a dense gradient, found {grad.layout}")
+    dtypes = [shard.dtype for key, shard in shards.items() if key != "step"]
     if dtype is not None:
         grad = grad.to(dtype)
-    elif {value.dtype, *(s.dtype for key, s in shards.items() if key != "step")} != {grad.dtype}:
+    elif value.dtype != grad.dtype or dtypes.count(grad.dtype) != len(dtypes):
         like = (s.dtype for key, s in shards.items() if key != "step" and s.shape == value.shape)
         grad = grad.to(next(like, value.dtype))
     return Slices(value, grad, shards)
