@@ -95,7 +95,8 @@ def bind(
 def announce(binding: OwnedBinding, core: BufferCore) -> None:
     """Print the routing, the plan, and the settings without effect."""
     groups = binding.grouping.groups
-    report.show(binding.grouping.routes, groups, described(core, groups), core.plan_digest)
+    plans, members = described(core, groups), core.members
+    report.show(binding.grouping.routes, groups, plans, core.plan_digest, members, members[0].param.device)
     idle = [f"zero_optimization.{key}" for key in deepspeed_engine.zero_settings(binding.engine) if key not in HONOURED]
     if idle:
         with report.reporting() as console:

@@ -343,7 +343,10 @@ class Binding:
         if self.engine.global_rank == 0:
             if config.report:
                 routes, plans = self.announcement()
-                report.show(routes, self.grouping.groups, report.described(plans), self.plan_digest)
+                trained = [param for plan in self.plans for param in plan.params]
+                device = _rule_device(self.engine, config)
+                shown = report.described(plans)
+                report.show(routes, self.grouping.groups, shown, self.plan_digest, trained, device)
             deepspeed_engine.warn(self.engine, self.grouping.groups)
             deepspeed_engine.warn_of_rounded_sums(self.engine)
 
@@ -458,15 +461,19 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
             pipeline.check(engine, stage)
         for of_model, param in named_parameters(model) if cut else ():
             deepspeed_engine.note_parts(param, grouping.parts(of_model, param))
-        device = torch.device("cpu") if config.ns_device == "cpu" else engine.device
-        check_devices(grouping.groups, config, device, grouping.smallest_matrix)
+        device = _rule_device(engine, config)
+        ways = check_devices(grouping.groups, config, device, grouping.smallest_matrix)
         units = _units(engine, grouping, config, ranks, places)
-        lines = [[*settings_lines(rules, config), *grouping.followed] for _ in ranks]
+        lines = [[*settings_lines(rules, config), *grouping.followed, *ways] for _ in ranks]
         for data_parallel, of_group in zip(ranks, lines):
             of_group += [line for unit in units if unit.ranks is data_parallel for line in unit.plan.lines()]
         return Binding(name, engine, grouping, list(ranks), units, stage, places), lines
 
     return agree_in_all(ranks, name, decide)
+
+
+def _rule_device(engine: DeepSpeedEngine, config: ZeROConfig) -> torch.device:
+    return torch.device("cpu") if config.ns_device == "cpu" else engine.device
 
 
 def _units(

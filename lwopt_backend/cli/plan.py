@@ -111,7 +111,28 @@ def studied(given: Mapping[str, Any]) -> tuple[ModelShapes, Study]:
                 f"Stacks cut within matrices, by --stack-dim 1: a modelled step of {would:.4g} ms, not {took:.4g} ms."
             )
             model = replace(model, notes=(*model.notes, note))
-        return model, study
+        return replace(model, notes=(*model.notes, *_of_auto(model, study, given["experts"]))), study
+
+
+def _of_auto(model: ModelShapes, study: Study, experts: str) -> list[str]:
+    """A sentence on the plan with ``ns_method`` "auto", if the rule has the option and the modelled step is faster."""
+    from lwopt_backend.engines.report import BY_ROUNDING, SAVED
+    from lwopt_backend.groups.registry import flops_of_auto
+    from lwopt_backend.planner.study import plan_study
+
+    rules = study.setting.rules
+    if flops_of_auto((1, 1), rules.matrix) is None:
+        return []
+    rules = replace(rules, matrix={**rules.matrix, "ns_method": "auto"})
+    other = plan_study(model, study.deployment, replace(study.setting, rules=rules), experts=experts)
+    took, would = (each.worst.timeline.seconds for each in (study, other))
+    if would > SAVED * took:
+        return []
+    flops = sum(other.worst.loads()) / sum(study.worst.loads())
+    return [
+        f"'ns_method': 'auto': a modelled step of {1e3 * would:.4g} ms, not {1e3 * took:.4g} ms, with {flops:.2f} of "
+        f"the flops of Newton-Schulz; {BY_ROUNDING}."
+    ]
 
 
 def _draw(content: dict[str, Any], html: Path | None, png: Path | None, show: Callable[[Console], None]) -> None:

@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -19,8 +19,17 @@ from rich.table import Column, Table
 from lwopt_backend.engines.zero.plan import GroupPlan
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.param_groups import rates
-from lwopt_backend.groups.registry import MATRIX_RULES, arguments, quantized_keys, rule_of, rules_with_owner_state
-from lwopt_backend.plan import MatrixPlan, StepTime
+from lwopt_backend.groups.registry import (
+    MATRIX_RULES,
+    arguments,
+    cost_of,
+    flops_of_auto,
+    quantized_keys,
+    rule_of,
+    rules_with_owner_state,
+)
+from lwopt_backend.plan import MatrixPlan, StepTime, TrainedParam
+from lwopt_backend.plan.cost import PIECE_SECONDS, Machine, Shape
 from lwopt_backend.plan.mesh import MeshLayout
 from lwopt_backend.routing.routing import Route, shares
 from lwopt_backend.rules import Muon
@@ -36,14 +45,25 @@ LOGGER.addHandler(logging.NullHandler())
 Described = Iterable[Sequence[str | Table]]  # of each set of ranks, sentences on its plan, then a table
 
 
-def show(routes: Sequence[Route], groups: Groups, plans: Described, plan_digest: str) -> None:
-    """Report the routing table, ``plans`` and the plan digest. ``groups`` are the param groups, as configured."""
+def show(
+    routes: Sequence[Route],
+    groups: Groups,
+    plans: Described,
+    plan_digest: str,
+    trained: Iterable[TrainedParam],
+    device: torch.device,
+) -> None:
+    """Report the routing table, ``plans`` and the plan digest. ``groups`` are the param groups, as configured, of the
+    ``trained`` parameters, whose matrices are updated on ``device``."""
     with reporting() as console:
         show_routing(console, routes, groups)
-        for each in chain.from_iterable(plans):
+        for each in (said := [*chain.from_iterable(plans)]):
             print_whole(console, each)
         if (slow := slow_products(groups)) is not None:
             console.print(slow)
+        waits = any(str(each).startswith(SEPARATE) for each in said)  # then the device does, and less work is no gain
+        for sentence in on_newton_schulz(groups, trained, device, saving=not waits):
+            console.print(sentence)
         show_digest(console, plan_digest)
 
 
@@ -181,6 +201,40 @@ def slow_products(groups: Groups) -> str | None:
     return "This CPU has no products in bfloat16, in which Newton-Schulz runs: 'ns_dtype': 'float32' is quicker here."
 
 
+SAVED = 0.95  # of the flops, from which on what is saved is told
+BY_ROUNDING = "it differs from the standard iteration by rounding"
+
+
+def on_newton_schulz(
+    groups: Groups, trained: Iterable[TrainedParam], device: torch.device, *, saving: bool = True
+) -> list[str]:
+    """Sentences on how ``ns_method`` "auto" computes each shape on ``device``; or, if ``saving``, what it would save of
+    the matrix rules' flops."""
+    now = then = 0
+    ways: dict[tuple[bool, str | None], Counter[Shape]] = {}
+    rules = {n: MATRIX_RULES[rule_of(group)].build(**arguments(group)) for n, group in _with_matrices(groups)}
+    for (number, shape), count in Counter((p.group, block.shape) for p in trained for block in p.blocks).items():
+        rule = rules[number]
+        if isinstance(rule, Muon) and rule.ns_method == "auto":
+            ways.setdefault(rule.way(shape, device), Counter())[shape] += count
+        flops = cost_of(shape, groups[number])
+        cheaper = flops_of_auto(shape, groups[number])
+        now, then = now + count * flops, then + count * (flops if cheaper is None else cheaper)
+    found = []
+    for (on_gram, package), shapes in ways.items():
+        those = [f"{rows} x {columns} ({count})" for (rows, columns), count in shapes.most_common(MOST_NAMES)]
+        more = f" and {len(shapes) - MOST_NAMES} more shapes" if len(shapes) > MOST_NAMES else ""
+        how = f"{'Gram' if on_gram else 'standard'} iteration{f' with {package}' if package else ''}"
+        found.append(f"Newton-Schulz by 'auto': {how} for {', '.join(those)}{more}.")
+    if saving and then < SAVED * now:
+        found.append(f"Newton-Schulz: {then / now:.2f} of the flops with 'ns_method': 'auto'; {BY_ROUNDING}.")
+    return found
+
+
+def _with_matrices(groups: Groups) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    return ((number, group) for number, group in enumerate(groups) if rule_of(group) in MATRIX_RULES)
+
+
 def _percent(share: float) -> str:
     return f"{share:.1%}" if share < 0.1 or share > 0.9 else f"{share:.0%}"
 
@@ -270,6 +324,26 @@ def on_stacks(plan: MatrixPlan) -> list[str]:
                 "== 3 else None)."
             ]
     return []
+
+
+SEPARATE = "Separate: "
+MANY_PIECES = 1000  # fewer cost the host some milliseconds
+
+
+def on_pieces(plan: MatrixPlan, machine: Machine) -> list[str]:
+    """A sentence on matrices of which a rank stores so many pieces that a step's host work exceeds its device's."""
+    layout = plan.layout
+    first: dict[Hashable, int] = {}
+    kinds = Counter(first.setdefault(layout.kind(atom), atom) for atom in range(len(plan.atoms)))
+    pieces = sum(count * len(layout.fragments(atom)) for atom, count in kinds.items()) // max(1, layout.world_size)
+    host, device = pieces * PIECE_SECONDS, max(plan.ownership.loads) / machine.flops_per_second
+    if pieces < MANY_PIECES or host < device or not machine.launch_seconds:
+        return []
+    return [
+        f"{SEPARATE}each rank stores pieces of {pieces} matrices, which cost its host some {1e3 * host:.0f} ms a step; "
+        f"the busiest device works for {1e3 * device:.3g} ms. Stack the experts of a layer in one parameter, or spread "
+        "them by expert parallelism: a rank then stores pieces of fewer."
+    ]
 
 
 MANY_PEERS = 256  # from some hundreds on, users of all-to-all saw transports run out of queue pairs

@@ -37,6 +37,7 @@ from lwopt_backend.rules.adamh import checked_betas
 from lwopt_backend.rules.muon import CAUTIOUS, takes_gram
 from lwopt_backend.rules.newton_schulz import PACKAGES, segments
 from lwopt_backend.rules.protocol import TorchOptimizer, option
+from lwopt_backend.runtime.agreement import setting
 from lwopt_backend.runtime.collectives import rule_name
 from lwopt_backend.runtime.elementwise import Counters
 from lwopt_backend.runtime.state import try_steps
@@ -365,28 +366,36 @@ def check_devices(
     config: HostConfig,
     device: torch.device,
     smallest_matrix: Callable[[int], Atom | None],
-) -> None:
-    """Raises ValueError for a matrix rule that does not run on ``device``.
+) -> list[str]:
+    """Raises ValueError for a matrix rule that does not run on ``device``. Returns the lines on how the rules run
+    there, which must be equal on all ranks.
 
     A ``WeightRule`` takes two steps of a matrix of random numbers, as large as the smallest in its param group: the
     second is the first with state.
     """
+    lines = []
     for number, rule in build_matrix_rules(groups, config).items():
         rule.check_device(device)
+        if isinstance(rule, Muon) and rule.ns_method == "auto":
+            what = f"the package with kernels that ns_method 'auto' finds for param group {number}, on {device.type}"
+            lines.append(setting(what, rule.package_on(device)))
         if config.capture:
             check_capture(rule, device)
         atom = smallest_matrix(number) if isinstance(rule, WeightRule) and device.type != "meta" else None
         if atom is not None and isinstance(rule, WeightRule):
             try_steps(rule, atom, device, 2)
+    return lines
 
 
 def check_capture(rule: MatrixRule, device: torch.device) -> None:
     """Raises ValueError for a rule whose ``transform`` cannot be captured, and for a device without CUDA graphs."""
-    if rule.transform_reads is None or isinstance(rule, WeightRule):
+    package = rule.package_on(device) if isinstance(rule, Muon) else None
+    if rule.transform_reads is None or package is not None or isinstance(rule, WeightRule):
         why = "steps on the host" if isinstance(rule, WeightRule) else "has no transform_reads with these options"
+        why = why if package is None else f"takes {package} here, whose kernels nobody has captured"
         raise ValueError(
             f"capture: expected rules that can be captured, found {rule.rule_name!r}, which {why}; leave capture out, "
-            "or use another rule, or an ns_method without a package"
+            "or use another rule, or an ns_method without a package, such as 'gram'"
         )
     if device.type not in ("cuda", "cpu", "meta"):
         raise ValueError(f"capture: expected a device with CUDA graphs, found {device.type!r}; leave capture out")
@@ -473,10 +482,20 @@ def state_nbytes(numel: int, group: Group, dtype: torch.dtype = torch.float32, i
 
 
 def _muon_flops(shape: Shape, options: Mapping[str, Any]) -> int:
+    """Those of "auto" are without a package, so that a plan does not depend on what is installed where it is made."""
     method, steps = options["ns_method"], options["ns_steps"]
     on_gram = takes_gram(shape, method, options["gram_aspect"])
     count = len(segments(options["ns_coefficients"], steps, options["gram_restarts"])) if on_gram else None
     return newton_schulz_flops(shape, steps, count, symmetric=method in PACKAGES)
+
+
+def flops_of_auto(shape: Shape, group: Group) -> int | None:
+    """The flops of a param group's rule on a matrix if its ``ns_method`` were "auto", without a package; None if the
+    rule has no such option, or if its options choose another way already."""
+    options = arguments(group)
+    if options.get("ns_method") != "standard" or options.get("gram_aspect") is not None:
+        return None
+    return cost_of(shape, {**group, "ns_method": "auto"})
 
 
 def _second_moment_flops(shape: Shape, options: Mapping[str, Any]) -> int:

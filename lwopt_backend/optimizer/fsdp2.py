@@ -111,7 +111,9 @@ class MeshOptimizer(LayerWiseOptimizer):
             warn_of_small_rate(self._grouping.groups)  # as configured, before a schedule changes them
             if self.config.report:
                 plans = mesh_stepping.described(self._steppers, self._counted, mesh.reduction(self._model))
-                report.show(self._grouping.routes, self._grouping.groups, plans, self.plan_digest)
+                members = [member for stepper in self._steppers for member in stepper.members]
+                groups, device = self._grouping.groups, self._steppers[0].device
+                report.show(self._grouping.routes, groups, plans, self.plan_digest, members, device)
 
     def _take_over(self, trained: Sequence[tuple[str, Tensor]]) -> None:
         """Let no earlier optimizer of these parameters step again: both steps would count."""

@@ -110,7 +110,9 @@ class PlainOptimizer(LayerWiseOptimizer):
             if self.config.report:
                 groups = self._grouping.groups
                 plans = of_model.described(self.core, groups)
-                report.show(self._grouping.routes, groups, plans, self.core.plan_digest)
+                members = self.core.members
+                device = members[0].param.device
+                report.show(self._grouping.routes, groups, plans, self.core.plan_digest, members, device)
 
     # The loop
 

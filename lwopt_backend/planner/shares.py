@@ -19,7 +19,7 @@ from lwopt_backend.engines.buffers.model import rank_memories
 from lwopt_backend.engines.buffers.step import members_of, plan_lines, plan_members
 from lwopt_backend.engines.fsdp2 import plan as mesh
 from lwopt_backend.engines.fsdp2.plan import MeshMember, MeshPlan, by_wire, following, mesh_state_nbytes, plan_mesh
-from lwopt_backend.engines.report import on_blocks, on_copies, on_peers, on_stacks
+from lwopt_backend.engines.report import on_blocks, on_copies, on_peers, on_pieces, on_stacks
 from lwopt_backend.engines.zero import plan as flat
 from lwopt_backend.engines.zero.plan import GroupPlan, plan_group, unit_layouts
 from lwopt_backend.groups.grouping import Member
@@ -465,7 +465,10 @@ def plan_fsdp2_share(
             spread=True,
             batch_numel=_batch(setting, mesh.BATCH_NUMEL),
             before=() if base is None else [max(base[place::size]) for place in range(size)],
-            notes=[f"Hybrid: {shape[0]} copies of {shape[1]} shards."] if len(shape) > 1 else [],
+            notes=[
+                *([f"Hybrid: {shape[0]} copies of {shape[1]} shards."] if len(shape) > 1 else []),
+                *(said for planned in plans for said in on_pieces(planned.plan, setting.machine)),
+            ],
         )
     return Planned(
         name,

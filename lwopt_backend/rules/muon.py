@@ -13,14 +13,17 @@ from torch import Tensor
 
 from lwopt_backend.rules.newton_schulz import (
     PACKAGES,
+    QUACK,
     Coefficients,
     by_step,
     check_package,
     gram_newton_schulz,
+    has_package,
     newton_schulz,
     packaged_newton_schulz,
     product,
     quack_product,
+    quack_takes,
     table_of,
 )
 from lwopt_backend.rules.protocol import (
@@ -111,20 +114,24 @@ ScaleName = Literal[
 NsMethod = Literal["standard", "gram", "auto", "gram-newton-schulz", "quack-kernels"]
 # Flops in the time in which a GPU moves one element of 16 bits; an H100's dense bf16 rate over its memory bandwidth is
 # 989e12 / 3.35e12 flops a byte. Every step except one a segment saves 4 s^2 l - 6 s^3 flops and the traffic of 4 s l
-# elements with the Gram matrix, and costs the traffic of 10 s^2.
+# elements with the Gram matrix, and costs the traffic of 10 s^2. If symmetric products cost half, it saves 3 s^2 l - 3
+# s^3 flops.
 FLOPS_PER_ELEMENT = 2 * 295
 
 
-def takes_gram(shape: Sequence[int], ns_method: str, gram_aspect: float | None) -> bool:
+def takes_gram(shape: Sequence[int], ns_method: str, gram_aspect: float | None, *, symmetric: bool = False) -> bool:
     """Whether a matrix of ``shape`` takes Gram Newton-Schulz: from ``gram_aspect`` on; by ``ns_method`` if None.
 
     A package computes half of each product, which compensates for more products as soon as a matrix is not square.
+    ``symmetric`` is whether "auto" has one.
     """
     short, long = sorted(shape)
     if gram_aspect is not None:
         return long >= gram_aspect * short
     if ns_method == "auto":
-        return long * (2 * short + 2 * FLOPS_PER_ELEMENT) > short * (3 * short + 5 * FLOPS_PER_ELEMENT)
+        saved, added = (3, 3) if symmetric else (4, 6)
+        moved = 4 * long - 10 * short
+        return short * (saved * long - added * short) + moved * FLOPS_PER_ELEMENT > 0
     return ns_method == "gram" or (ns_method in PACKAGES and long > short)
 
 
@@ -282,8 +289,9 @@ class Muon(MatrixRule):
     ns_method: NsMethod = option(
         "standard",
         "implementation of Newton-Schulz. 'standard': torch's iteration, bit for bit; 'gram': Gram "
-        "Newton-Schulz for all matrices; 'auto': the faster one for each shape, by flops and memory traffic; "
-        "'gram-newton-schulz' and 'quack-kernels': the kernels of that package, on NVIDIA GPUs",
+        "Newton-Schulz for all matrices; 'auto': the faster one for each shape, by flops and memory traffic, with "
+        "quack-kernels if that is installed and has kernels for the GPU; 'gram-newton-schulz' and 'quack-kernels': "
+        "the kernels of that package, on NVIDIA GPUs",
         "torch.optim.Muon; Dao-AILab, Gram Newton-Schulz and QuACK",
     )
     gram_aspect: float | None = option(
@@ -510,16 +518,30 @@ class Muon(MatrixRule):
         return update if self.renormalize == "none" else renormalize(update, self.renormalize)
 
     def _orthogonalized(self, matrices: Tensor) -> Tensor:
-        on_gram = takes_gram(matrices.shape[-2:], self.ns_method, self.gram_aspect)
+        on_gram, package = self.way(matrices.shape[-2:], matrices.device)
         options: dict[str, Any] = {"steps": self.ns_steps, "coefficients": self.ns_coefficients, "eps": self.eps}
         options["dtype"] = self.iterates_in
-        if self.ns_method == "gram-newton-schulz":
+        if package == "gram-newton-schulz":
             return packaged_newton_schulz(matrices, **options, restarts=self.gram_restarts, on_gram=on_gram)
-        symmetric = quack_product if self.ns_method == "quack-kernels" else product
+        symmetric = product if package is None else quack_product
         options["aol"] = self.precondition == "aol"
         if on_gram:
             return gram_newton_schulz(matrices, **options, restarts=self.gram_restarts, symmetric=symmetric)
         return newton_schulz(matrices, **options, symmetric=symmetric)
+
+    def way(self, shape: Sequence[int], device: torch.device) -> tuple[bool, str | None]:
+        """Whether a matrix takes Gram Newton-Schulz, and the package that computes its symmetric products, if any."""
+        package = self.package_on(device)
+        if self.ns_method == "auto" and not quack_takes(shape):
+            package = None
+        return takes_gram(shape, self.ns_method, self.gram_aspect, symmetric=package is not None), package
+
+    def package_on(self, device: torch.device) -> str | None:
+        """The package with kernels that this rule takes there: the one that was asked for, or what "auto" finds."""
+        if self.ns_method in PACKAGES:
+            return self.ns_method
+        found = self.ns_method == "auto" and self.iterates_in == torch.bfloat16 and has_package(QUACK, device)
+        return QUACK if found else None
 
     def check_device(self, device: torch.device) -> None:
         if self.ns_method in PACKAGES:

@@ -323,8 +323,9 @@ def _product_of_steps(gram: Tensor, triples: Sequence[Triple], symmetric: Produc
 
 
 # Packages whose kernels compute one half of a symmetric product and mirror it. Each is imported on first use, because
-# neither is needed otherwise. No test of this project has run their kernels on a GPU: gram-newton-schulz is tested by
-# its path for CPUs, quack-kernels by a stand-in.
+# neither is needed otherwise. Both take equal flops; gram-newton-schulz needs the other one and iterates in fp16, so
+# ns_method "auto" takes quack-kernels. No test of this project has run their kernels on a GPU: gram-newton-schulz is
+# tested by its path for CPUs, quack-kernels by a stand-in.
 
 KERNELS = "quack.gemm_interface"
 
@@ -338,11 +339,12 @@ class Package:
     devices: str
 
 
+QUACK = "quack-kernels"
 PACKAGES = {
     # MIT, 0.1.6 of July 2026: requires quack-kernels 0.5.0.
     "gram-newton-schulz": Package(("gram_newton_schulz", KERNELS), (9, 10), "Hopper and Blackwell GPUs"),
     # Apache-2.0, 0.5.0 of 2026 to 0.6.5 of September 2026.
-    "quack-kernels": Package((KERNELS,), (8, 9, 10, 11, 12), "Ampere and later GPUs"),
+    QUACK: Package((KERNELS,), (8, 9, 10, 11, 12), "Ampere and later GPUs"),
 }
 
 
@@ -366,16 +368,30 @@ def check_package(name: str, device: torch.device) -> None:
         raise ValueError(f"{where}: {error}; run `pip install {name}`, or {otherwise}") from error
 
 
+@lru_cache(maxsize=64)
+def has_package(name: str, device: torch.device) -> bool:
+    """Whether the package is installed and has kernels for ``device``; found out once in a process."""
+    try:
+        check_package(name, device)
+    except ValueError:
+        return False
+    return True
+
+
 LEAST_SIDE = 256  # the kernels' tile; the product of smaller matrices takes no longer with torch's
 ALIGNED = 8  # elements of 16 bits: the kernels load rows from multiples of 16 bytes
+
+
+def quack_takes(shape: Sequence[int]) -> bool:
+    """Whether quack-kernels' kernels take a product with sides of ``shape``."""
+    return min(shape) >= LEAST_SIDE and not any(side % ALIGNED for side in shape)
 
 
 def quack_product(
     a: Tensor, b: Tensor, plus: Tensor | None = None, /, *, alpha: float = 1.0, beta: float = 1.0
 ) -> Tensor:
     """A product with a symmetric result, by quack-kernels where its kernels take the sides, otherwise by torch."""
-    sides = a.shape[-2:]
-    if min(sides) < LEAST_SIDE or any(side % ALIGNED for side in sides):
+    if not quack_takes(a.shape[-2:]):
         return product(a, b, plus, alpha=alpha, beta=beta)
     if a.ndim == 2:  # Ampere's kernels take batches only
         return quack_product(a[None], b[None], None if plus is None else plus[None], alpha=alpha, beta=beta)[0]

@@ -5,6 +5,7 @@ import io
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import lwopt_backend
+from lwopt_backend.engines import report
+from lwopt_backend.engines.fsdp2 import step as mesh_stepping
 from lwopt_backend.integrations import fsdp2
 from lwopt_backend.integrations.deepspeed_zero import LayerWise, LayerWiseMuon
+from lwopt_backend.plan import MACHINES
 from tests.support.fsdp2 import mesh_of
 from tests.support.models import UnevenLM
 from tests.support.on_ranks import on_ranks
@@ -209,9 +213,14 @@ def test_stacks_are_planned_as_they_are_cut(tmp_path: Path, dim: int) -> None:
     (tmp_path / "shapes.json").write_text(json.dumps(shapes))
     fully_shard(model, shard_placement_fn=lambda param: Shard(dim) if param.ndim == 3 else None)
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    machine = mock.patch.object(mesh_stepping, "machine_for", lambda device: MACHINES["cuda"])
+    with contextlib.redirect_stdout(printed), machine, mock.patch.object(report, "MANY_PIECES", 2):
         digest = fsdp2.LayerWiseOptimizer(model, lr=0.02).plan_digest
     words = ["--shapes", tmp_path / "shapes.json", "--world-size", 4, "--engine", "fsdp2", "--stack-dim", dim]
     assert json.loads(run("plan", *words, "--json"))["digest"] == digest
     if dist.get_rank() == 0:
-        assert ("Stacks: 2 matrices" in " ".join(printed.getvalue().split())) == (dim == 0)
+        said = " ".join(printed.getvalue().split())
+        assert ("Stacks: 2 matrices" in said) == (dim == 0)
+        assert "Separate: each rank stores pieces of " in said
+        # Two stacks of two slices, on one rank of two or on all four, and the weight that is cut by rows.
+        assert f"pieces of {2 if dim == 0 else 5} matrices" in said

@@ -162,6 +162,23 @@ DIFFERENCES: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any], str]] 
 }
 
 
+KERNELS = {**SECTIONS["muon"], "ns_method": "auto", "ns_dtype": "bfloat16"}
+
+
+@on_ranks(2)
+@cells(engine=["plain", "fsdp2", "zero 2", "owned 1"])
+def test_ranks_on_which_auto_finds_other_kernels_all_stop(engine: str) -> None:
+    """A matrix would have other bits by the rank that owns it."""
+    message = "on cpu: 'quack-kernels' on rank 0, None on rank 1; give all ranks the same value"
+    with (
+        mock.patch.dict(SECTIONS, {"auto": KERNELS}),
+        mock.patch.object(muon, "has_package", lambda *_: dist.get_rank() == 0),
+        pytest.raises(RanksDisagree, match=f"the package with kernels that ns_method 'auto' finds.*{message}"),
+        running(Cell(engine, "auto"), ExactLM()),
+    ):
+        pass
+
+
 UNDER_DEEPSPEED = ["zero 2", "zero 3", "owned 1"]
 
 

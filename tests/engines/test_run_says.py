@@ -375,3 +375,23 @@ def test_a_cpu_without_products_in_bf16_is_told(has: bool, options: dict[str, An
     with mock.patch.object(report, "multiplies_bf16", lambda: has), contextlib.redirect_stdout(io.StringIO()) as said:
         LayerWiseOptimizer(nn.Linear(8, 8), lr=0.02, **options)
     assert said.getvalue().count("This CPU has no products in bfloat16") == (not has and not options)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "said"),
+    [
+        # Gram: 8 ssl + 28 sss flops, standard: 20 ssl + 10 sss, of which l = 4 s makes 60 and 90.
+        (64, {}, "Newton-Schulz: 0.67 of the flops with 'ns_method': 'auto'; it differs"),
+        (64, {"ns_method": "auto"}, "Newton-Schulz by 'auto': Gram iteration for 64 x 256 (1)."),
+        (256, {"ns_method": "auto"}, "Newton-Schulz by 'auto': standard iteration for 256 x 256 (1)."),
+        (64, {"ns_method": "gram"}, ""),
+        (256, {}, ""),
+    ],
+)
+def test_what_auto_does_or_would_save_is_told(rows: int, options: dict[str, Any], said: str) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        LayerWiseOptimizer(nn.Linear(256, rows), lr=0.02, **options)
+    told = [
+        line for line in printed.getvalue().splitlines() if line.startswith(("Newton-Schulz: ", "Newton-Schulz by"))
+    ]
+    assert [line.startswith(said) for line in told] == [True] * bool(said)

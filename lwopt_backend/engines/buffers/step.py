@@ -351,7 +351,7 @@ class BufferCore:
 
         def divide() -> tuple[list[list[int]], list[list[str]]]:
             device = self.members[0].param.device
-            check_devices(grouping.groups, self.config, device, grouping.smallest_matrix)
+            ways = check_devices(grouping.groups, self.config, device, grouping.smallest_matrix)
             check_gradients(self.members, self.grad_dtype)
             for each in ranks:
                 each.check_device(device)
@@ -365,7 +365,7 @@ class BufferCore:
                         if shared.takes is None
                         else f"expected a trained parameter named like the experts, found {self.members[0].name!r}, ..."
                     )
-            return parts, [[] for _ in sets]
+            return parts, [ways for _ in sets]
 
         parts = agree_in_all(ranks, WHAT, divide)
 

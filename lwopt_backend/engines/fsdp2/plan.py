@@ -412,9 +412,11 @@ def bind(
 
     def decide() -> tuple[list[MeshMember], list[list[str]]]:
         members = sorted(_members(groups, names, grouping), key=lambda member: order[member.name])
+        ways = set[str]()
         for device in {member.param.device for member in members}:
-            registry.check_devices(groups, config, device, grouping.smallest_matrix)
-        return members, [[m.line() for m in members if mesh_of(m.param) == mesh] for mesh, _ in exchange]
+            ways.update(registry.check_devices(groups, config, device, grouping.smallest_matrix))
+        lines = [[m.line() for m in members if mesh_of(m.param) == mesh] for mesh, _ in exchange]
+        return members, [[*sorted(ways), *of_mesh] for of_mesh in lines]
 
     collectives = [of_mesh for _, of_mesh in exchange]
     members = agree_in_all(collectives, NAME, decide)

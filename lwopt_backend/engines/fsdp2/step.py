@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from lwopt_backend.config.hosts import NAME
 from lwopt_backend.engines import report
+from lwopt_backend.engines.base import machine_for
 from lwopt_backend.engines.fsdp2.gradients import Counted
 from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, States, mesh_state_nbytes, sharded_by
 from lwopt_backend.groups.param_groups import NONE, ComparedOptions, ElementwiseGroups
@@ -247,6 +248,7 @@ def described(steppers: Sequence[MeshStepper], counted: Sequence[Counted], reduc
             *report.on_copies(plan),
             *report.on_blocks(plan),
             *report.on_stacks(plan),
+            *report.on_pieces(plan, machine_for(stepper.device)),
             *report.on_peers([plan]),
             *table,
         ]

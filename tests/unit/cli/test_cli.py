@@ -122,6 +122,8 @@ def models(shapes: Path, tmp_path: Path) -> dict[str, Path]:
         "odd[red]": [["layers.0.w[bold]", [64, 64]], ["layers.1.w[/red]", [64, 64]]],
         "large": [[f"layers.{i}.w", [32768, 32768]] for i in range(30)],
         "experts": [[f"layers.{i}.{name}", shape] for i in range(4) for name, shape in layer],
+        "separate": [[f"layers.0.experts.{i}.up", [16, 16]] for i in range(1024)],
+        "wide": [[f"layers.{i}.up", [16384, 4096]] for i in range(8)],
     }
     return {"shapes": shapes, **{name: written(tmp_path / f"{name}.json", content) for name, content in made.items()}}
 
@@ -161,6 +163,15 @@ def test_the_printed_plan(models: dict[str, Path], monkeypatch: pytest.MonkeyPat
     assert "Stacks" not in run(
         "plan", "--shapes", models["stack"], "--world-size", 8, "--engine", "fsdp2", "--stack-dim", 1
     )
+    separate = ("plan", "--shapes", models["separate"], "--world-size", 8, "--engine")
+    assert "Separate: each rank stores pieces of 1024 matrices" in run(*separate, "fsdp2")
+    assert "Separate" not in run(*separate, "zero3")
+    wide = ("plan", "--shapes", models["wide"], "--world-size", 8, "--engine", "zero1")
+    # Gram: 8 ssl + 28 sss flops, standard: 20 ssl + 10 sss, of which l = 4 s makes 60 and 90.
+    assert "with 0.67 of the flops of Newton-Schulz; it differs from" in " ".join(run(*wide).split())
+    for options in ("matrix={name: muon, ns_method: gram}", "matrix=soap"):
+        assert "'ns_method'" not in run(*wide, "--option", options)
+    assert "'ns_method'" not in run(*separate, "fsdp2"), "where it saves no time"
     found = plan(models["experts"], *EXPERTS)
     assert [(part["name"], part["ranks"]) for part in found["parts"]] == [("dense", 16), ("experts", 2)]
     assert len(found["stages"]) == 2 and found["stages"][0]["padding_pct"]["experts"] == 0

@@ -92,6 +92,21 @@ def test_rings_leave_a_node_by_all_cards_and_all_to_alls_by_one() -> None:
     assert rates.wire(Start("", "all-to-all", 0, 8), 70) == 40, "four of seven other ranks are in other nodes"
 
 
+@pytest.mark.parametrize("method", ["standard", "gram", "auto", "quack-kernels"])
+def test_a_record_has_the_flops_of_the_rule(tmp_path: Path, method: str) -> None:
+    """Those of the plan, by formula; kernels for symmetric products take half of theirs."""
+    shapes = [["up", [1024, 256]], ["o", [256, 256]], ["down", [256, 768]]]
+    study = study_in(
+        tmp_path / "shapes.json", "fsdp2", 2, {"matrix": {"name": "muon", "ns_method": method}}, shapes=shapes
+    )
+    (planned,) = study.worst.planned
+    assert planned.part is not None
+    for rank in range(2):
+        with opened(planned, study.setting, rank) as session:
+            record = session.record()
+        assert sum(event.flops for event in record if isinstance(event, Work)) == planned.part.loads[rank] > 0
+
+
 # Reality: the engines themselves on four ranks over gloo, whose work and wire advance a clock instead of taking time.
 
 REAL = Rates(Machine("real", 7.5e7, 4e5, 0.0), math.inf, launch=0.0, collective=0.0, blocking=True)
