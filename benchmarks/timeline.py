@@ -80,6 +80,11 @@ WAYS: dict[str, dict[str, Any]] = {  # engines with options, and whether the mod
     "ZeRO 1, 2": {"engine": "zero1"},
     "ZeRO 3": {"engine": "zero3"},
     "FSDP2": {"engine": "fsdp2"},
+    "FSDP2, `ns_method` `auto`": {"engine": "fsdp2", "options": {"matrix": {"name": "muon", "ns_method": "auto"}}},
+    "FSDP2, `ns_method` `quack-kernels`": {
+        "engine": "fsdp2",
+        "options": {"matrix": {"name": "muon", "ns_method": "quack-kernels"}},
+    },
     "FSDP2, with passes": {"engine": "fsdp2", "passes": True},
     "plain, with passes": {"engine": "plain", "passes": True},
     "plain, overlap_param_gather, with passes": {
