@@ -564,9 +564,7 @@ def table(rows: Mapping[tuple[str, str], Row]) -> str:
 
 def with_table(page: str, rows: Mapping[tuple[str, str], Row]) -> str:
     """The page with the table between its two marks."""
-    begin, end = "<!-- written by benchmarks/conformance.py --page -->\n", "<!-- end -->\n"
-    before, _, rest = page.partition(begin)
-    return f"{before}{begin}\n{table(rows)}\n\n{end}{rest.partition(end)[2]}"
+    return record.with_table(page, "conformance", table(rows))
 
 
 def main() -> None:

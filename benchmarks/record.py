@@ -28,6 +28,13 @@ def write(path: Path, figures: Sequence[Any]) -> None:
     path.write_text(f'{json.dumps(told, indent=1)[:-2]},\n "figures": [\n  {lines}\n ]\n}}\n')
 
 
+def with_table(page: str, program: str, table: str) -> str:
+    """The page with ``table`` between the two marks of the benchmark ``program``."""
+    begin, end = f"<!-- written by benchmarks/{program}.py --page -->\n", "<!-- end -->\n"
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n{table}\n\n{end}{rest.partition(end)[2]}"
+
+
 def machine() -> dict[str, Any]:
     """The devices, and how busy the CPU is as the figures are written."""
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
