@@ -42,7 +42,7 @@ def write_png(document: Mapping[str, Any], path: Path) -> None:
 def write_html(document: Mapping[str, Any], printed: Console, path: Path) -> None:
     """Write rich's page of what the recording console ``printed``, below the picture, whole or not at all."""
     picture = base64.b64encode(png(document)).decode()
-    shown = f'<title>{html.escape(document["source"])}: plan</title><img style="width: 100%; max-width: 75rem" '
+    shown = f'<title>{html.escape(document["source"])}: plan</title><img style="width: 100%; max-width: 36rem" '
     page = printed.export_html(inline_styles=True, clear=False)
     page = page.replace("<body>", f'<body>{shown} alt="The plan in one picture" src="data:image/png;base64,{picture}">')
     write_whole(path, page.encode(errors="replace"))  # a name may have letters outside UTF-8
@@ -52,22 +52,24 @@ def png(document: Mapping[str, Any]) -> bytes:
     """The picture as a PNG. Equal documents give equal bytes."""
     buffer = io.BytesIO()
     with _style():
-        draw(document).savefig(buffer, format="png", dpi=140)
+        told = {"Description": f"lwopt plan, digest {document['digest']}"}  # of which plan it is
+        draw(document).savefig(buffer, format="png", dpi=200, metadata=told)
     return buffer.getvalue()
 
 
 def draw(document: Mapping[str, Any]) -> Figure:
-    """Three panels: work per rank and memory per rank, both with the busiest rank first, and the buckets over time."""
+    """Work and memory per rank, both with the busiest rank first, and the buckets over time: readable on a phone."""
     with _style():
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(11.5, 7.0), layout="constrained")
-        panels: Any = figure.subplot_mosaic([["work", "memory"], ["buckets", "buckets"]])
+        figure = Figure(figsize=(4.4, 8.2), layout="constrained")
+        panels: Any = figure.subplot_mosaic([["work"], ["memory"], ["buckets"]])
         deployment, worst = document["deployment"], document["flops_imbalance"]
         figure.suptitle(
-            f"{document['source'][:80]}: {deployment['world_size']:,} ranks, engine {document['engine']}\n"
-            f"busiest rank / mean {worst:.3f}, padding {document['padding_pct']:.1f} %, "
-            f"modelled step {1e3 * document['seconds_overlapped']:.4g} ms"
+            f"{document['source'][:40]}: {deployment['world_size']:,} ranks, engine {document['engine']}\n"
+            f"busiest rank / mean {worst:.3f}, padding {document['padding_pct']:.1f} %,\n"
+            f"modelled step {1e3 * document['seconds_overlapped']:.4g} ms",
+            fontsize=10,
         )
         loads, memory = document["load_per_rank"], document["memory_per_rank"]
         order = sorted(range(len(loads)), key=lambda rank: (-loads[rank], -sum(memory[rank][k] for k in MEMORY), rank))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import statistics
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -22,7 +23,7 @@ from tests.support import megatron_planner
 from tests.support.command_line import lwopt
 from tests.support.launcher import ROOT, python
 from tests.support.on_ranks import on_ranks
-from tests.support.pages import PAGES, table
+from tests.support.pages import DOCS, PAGES, table
 from tests.support.ranks import gathered
 from tests.unit.plan.test_buffers import figures as of_megatron
 
@@ -99,12 +100,14 @@ def test_memory_in_the_readme_is_what_lwopt_plan_prints(tmp_path: Path) -> None:
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
     config = LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"], dtype="bfloat16")
     config.save_pretrained(tmp_path)
-    engines = []
-    for row in table("README", "What it costs")[1:]:
+    engines, plans = [], {}
+    pictures = runpy.run_path(str(ROOT / "scripts" / "pictures.py"))
+    for (name, options), row in zip(pictures["ENGINES"].items(), table("README", "What it costs")[1:], strict=True):
         given = row[-1].split("`")[1].split()
+        assert given == options
         engines.append(engine := given[1])
         words = ["--hf", str(tmp_path), "--world-size", "64", *given]
-        document = json.loads(lwopt("plan", *words, "--json").out)
+        plans[name] = document = json.loads(lwopt("plan", *words, "--json").out)
         held = [(of, of["parameters"] + of["gradients"] + of["masters"]) for of in document["memory_per_rank"]]
         needed = max(of["workspace"] + of["exchange"] for of, _ in held)
         adamw = 8 * sum(of["numel"] for of in document["routing"]) / (1 if engine == "plain" else 64)
@@ -115,6 +118,8 @@ def test_memory_in_the_readme_is_what_lwopt_plan_prints(tmp_path: Path) -> None:
     assert engines == ["zero1", "zero2", "zero3", "fsdp2", "plain"]
     transient = max(of["transient"] for of in document["memory_per_rank"])
     assert f"A backward pass on plain PyTorch needs {transient / 2**30:.1f} GiB more" in PAGES["README"]
+    assert pictures["memory"](plans) == (DOCS / "pictures" / "memory.svg").read_text()
+    assert plans["plain"]["digest"].encode() in (DOCS / "plan.png").read_bytes(), "the picture of another plan"
 
 
 # A step, by systems.

@@ -223,6 +223,14 @@ def test_pages_made_from_declarations_are_what_would_be_made_now() -> None:
         assert text == (DOCS / name).read_text(), f"{name} is old: python scripts/reference.py"
 
 
+def test_pictures_are_what_the_package_would_draw_now() -> None:
+    made = runpy.run_path(str(ROOT / "scripts" / "pictures.py"))["pictures"]()
+    for name, text in made.items():
+        assert text == (DOCS / "pictures" / f"{name}.svg").read_text(), f"{name} is old: python scripts/pictures.py"
+    shown = set(re.findall(r"\]\((?:\.\./)?pictures/(\w+)\.svg\)", "".join(PAGES.values())))
+    assert shown == made.keys() | {"memory"} == {path.stem for path in (DOCS / "pictures").iterdir()}
+
+
 def test_each_of_megatrons_names_has_a_test_that_exists() -> None:
     rows = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["megatron_names"]()
     named = {tuple(row[3].split("::")) for row in rows}
