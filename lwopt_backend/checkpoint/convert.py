@@ -91,6 +91,7 @@ def needed(
     if target != "safetensors":
         return checkpoint
     params = {name: Param(param.exported(dtype)) for name, param in checkpoint.params.items()}
+    # Comparing replicas of state would read the state, which is most of a checkpoint and is not written.
     replicas = tuple(pair for pair in checkpoint.replicas if pair[0].startswith(("weight of", "buffer")))
     arguments = {key: value for key, value in checkpoint.arguments.items() if key != MATRICES}
     return replace(checkpoint, params=params, groups=(), arguments=arguments, replicas=replicas, client={})
@@ -200,6 +201,8 @@ def write(
         for name, content in place.files.items():
             put_whole(folder / name, content)
 
+    # A new root gets its name with the step and the pointer in it. One that is there has other steps: only the step is
+    # a folder of its own then, and the pointer is replaced after it.
     if place.root == place.folder or not place.root.exists():
         write_folder(place.root, fill_root)
     else:

@@ -77,6 +77,7 @@ def incomplete(checkpoint: Checkpoint) -> list[str]:
 
 def _kept(param: Param) -> frozenset[str]:
     """The keys of a parameter's state, its count of steps among them."""
+    # Masters are judged apart: of the parameters of one group, those in fp32 have none.
     return frozenset({*param.states, *([] if param.step is None else ["step"])}) - {MASTER}
 
 
@@ -139,6 +140,7 @@ class Checks:
         for dtype in self._dtypes.get(id(tensor), ()):
             for number, block in enumerate(found.view(-1).split(contents.BLOCK)):
                 at = start + number * contents.BLOCK
+                # A master is rounded to its weight's dtype before the sum, so that equal sums mean equal bits.
                 self._sums[id(tensor), dtype][at] = zlib.crc32(contents.memory(block.to(dtype)))
 
     def finish(self) -> list[str]:
@@ -185,6 +187,7 @@ class Checks:
                 for number, block in enumerate(tensor.blocks()):
                     self.see(tensor, number * contents.BLOCK, block)
             sums.append(self._sums[id(tensor), one.dtype])
+        # Most tensors are equal: only what differs is read again, to name the elements.
         return (0, 0, 0.0) if sums[0] == sums[1] else contents.differing(one, other.to(one.dtype))
 
 

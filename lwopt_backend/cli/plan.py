@@ -51,7 +51,7 @@ def plan(
 
     An option that you leave out has the engine's default.
     """
-    given = dict(locals())
+    given = dict(locals())  # the options by their names, before there is any other local
     from lwopt_backend.planner.document import document
 
     model, study = studied(given)
@@ -90,7 +90,7 @@ def studied(given: Mapping[str, Any]) -> tuple[ModelShapes, Study]:
 
     setting = setting_of(given["dtype"])
     model = inputs.read_model(given["hf"], given["shapes"], setting.training)
-    if given["dtype"] is None:
+    if given["dtype"] is None:  # the model has it, but reading the model needs a setting's rules
         setting = setting_of(model.dtype)
         name = str(setting.dtype).removeprefix("torch.")
         note = f"Parameters are planned in {name}, as {model.source.partition(' ')[0]} says."

@@ -264,7 +264,8 @@ def _plan_stage(index: int, dense: Share, spread: Share | None, deployment: Depl
     base = None
     if spread is not None:
         experts = plan_share("experts", spread, deployment.expert_dp, setting.of_experts())
-        planned.append(experts)
+        planned.append(experts)  # planned first: dense matrices go to the ranks with the least work on experts
+        # A dense owner is tp ranks, which take turns and lie next to each other; the first of them stands for all.
         base = [experts.loads[stage.place(experts, rank * deployment.tp)] for rank in range(deployment.dp)]
     if dense.grouping.groups:
         planned.insert(0, plan_share("dense", dense, deployment.dp, setting, base))

@@ -86,6 +86,7 @@ def _made(family: Family, name: str, param: Param, model: Model) -> dict[str, Pa
             f"{name!r} of shape {param.shape}: expected only states of this shape, because the map splits, joins or "
             f"permutes them, found {', '.join(odd)}; give a map that only renames the parameter"
         )
+    # A map moves elements and computes nothing, so what it does with the weight is right for each state as well.
     moved = {key: family(name, tensor, model) or {} for key, tensor in tensors.items()}
     if any(of.keys() != found.keys() for of in moved.values()):
         raise CheckpointError(
@@ -225,6 +226,7 @@ def missing(names: Sequence[str], needed: Sequence[str], numbers: Numbers) -> It
             of_layers.setdefault(number, set()).add(rest)
     mixed = {number for number, rests in of_layers.items() if any(map(_EXPERT.search, rests))}
     experts = {expert for name in names if (expert := expert_of(name)) is not None}
+    # At most SHOWN absent experts are looked for: a wrong number in a file may be a billion.
     count = min(max(numbers.experts or 0, 1 + max(experts, default=-1)), len(experts) + SHOWN)
     for kind in (mixed, of_layers.keys() - mixed):
         there = {rest: f"decoder.layers.{number}.{rest}" for number in kind for rest in of_layers[number]}
