@@ -73,6 +73,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return tabs("".join(parts)) if here == "index.md" else "".join(parts)
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """A command in a sentence breaks at its spaces: browsers break a line behind any hyphen, as in ``--`` ``ranks``."""
+
+    def whole(code: re.Match[str]) -> str:
+        words = (f'<span class="word">{word}</span>' if "-" in word else word for word in code[1].split(" "))
+        return f"<code>{' '.join(words)}</code>"
+
+    return re.sub(r"<code>([^<]*-[^<]*)</code>", whole, html)
+
+
 def tabs(page: str) -> str:
     """The home page with the engines of its first section side by side, a tab each."""
     before, heading, rest = page.partition("## What changes in your code\n")
