@@ -69,7 +69,7 @@ def _choice(part: Part) -> str:
     return (
         f"Plan of the {part.name} matrices: {len(part.atoms)}, {groups}; {part.layout} layout, {buckets}, "
         f"padding {part.padding:.2%}, busiest rank over mean {part.flops_imbalance:.3f} ({part.strategy}); "
-        f"the last rank is done after {part.path_over_longest_first:.3f} of the busiest's work if dealt longest first."
+        f"the last rank finishes in {part.path_over_longest_first:.3f} of the longest-first bound."
     )
 
 

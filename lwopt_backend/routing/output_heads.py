@@ -319,7 +319,9 @@ def _as_wide_as_a_vocabulary(model: nn.Module, blocks: frozenset[str], rows: fro
     heads = [p for p in wide if p.name == last or (in_a_list and p.name.rpartition(".")[0] == container)]
     params = (param for place in heads for param in _parameters(place))
     is_last = linears[-1][0].name in {place.name for place in heads}
-    return dict.fromkeys(map(id, params), Head("output head, as wide as an embedding has rows", doubtful=not is_last))
+    return dict.fromkeys(
+        map(id, params), Head("output head, as many outputs as the embedding has rows", doubtful=not is_last)
+    )
 
 
 def _parameters(place: Place) -> Iterator[nn.Parameter]:

@@ -94,7 +94,7 @@ def split_buckets(
         buckets.append(bucket)
         loads = [*map(add, loads, added)]
     matrices = sum(len(params[index].parts) for index in cuttable)
-    told = f"{matrices} matrices of {len(cuttable)} parameters that hold several are owned one by one."
+    told = f"{len(cuttable)} parameters hold {matrices} matrices, each with its own owner."
     return buckets, loads, [told]
 
 

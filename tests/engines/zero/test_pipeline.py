@@ -326,5 +326,5 @@ def test_globs_match_on_any_stage() -> None:
         assert "Routing" not in report
         return
     assert f"Routing: 6 of {len(kinds)} trained parameters are matrices" in report
-    assert re.search(r"3.weight .* output head, as wide as an embedding has rows", report)
+    assert re.search(r"3.weight .* output head, as many outputs as the embedding has rows", report)
     assert "Pipeline: 2 stages, each with its own plan; this is the plan of stage 0" in report

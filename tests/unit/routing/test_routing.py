@@ -141,7 +141,11 @@ def odd() -> nn.Module:
     return module(**parts)
 
 
-PLAIN, WIDE, NAMED = "2-D weight", "output head, as wide as an embedding has rows", "output head, named '{}'".format
+PLAIN, WIDE, NAMED = (
+    "2-D weight",
+    "output head, as many outputs as the embedding has rows",
+    "output head, named '{}'".format,
+)
 DECAY = "one decay per channel and state"
 GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 50, "eos_token_id": 1}
 MAMBA = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
