@@ -169,6 +169,9 @@ def test_a_pages_script_runs_as_printed(
         codes, output = run_on_ranks(rank_pools[count], script, joined=False)
         assert codes == [0] * count, output
     assert re.search(expected, output) and also in output
+    printed = " ".join(output.split())
+    for shown in blocks("start/what_a_run_prints", "text", name.removesuffix(".py")):
+        assert [line for line in shown.text.splitlines() if " ".join(line.split()) not in printed] == []
 
 
 @pytest.mark.full
