@@ -30,7 +30,8 @@ ARGS ?=
 RUN = OMP_NUM_THREADS=1 "$$(cat .make/python)"
 PYTEST = -m pytest -n 2 --dist loadfile --durations=15
 # What compares numbers, and the kernels that torch, oneDNN and MKL take on CPUs with AVX2, and with SSE alone.
-NUMERIC = tests/engines tests/checkpoint tests/unit/rules tests/docs/test_examples.py tests/docs/test_hugging_face.py
+NUMERIC = tests/engines tests/checkpoint tests/unit/rules tests/docs/test_examples.py tests/docs/test_hugging_face.py \
+	tests/docs/test_sixteen_bits.py
 AVX2 = ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 SSE = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
 OUT ?= runs/gpu

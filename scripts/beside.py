@@ -50,7 +50,7 @@ PEERS = {  # what an environment has beyond the prepared one
     "deepspeed_muon": ["--no-build-isolation", "--upgrade", requirement("deepspeed")],
 }
 IN_MAKE_TEST = {  # peers that are also in the prepared environment
-    "hugging_face": ["docs/test_hugging_face.py"],
+    "hugging_face": ["docs/test_hugging_face.py", "docs/test_sixteen_bits.py"],
     "pytorch_optimizer": [
         "checkpoint/test_migration_peers.py",
         "engines/test_equality.py::test_every_rule_on_every_engine",
