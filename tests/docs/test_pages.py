@@ -268,6 +268,18 @@ def test_the_readme_names_the_versions_that_are_tested() -> None:
     assert f"DeepSpeed {' and '.join(VERSIONS['deepspeed'].tested)}" in README
 
 
+def test_trainers_have_sections_in_one_form_and_the_tested_versions() -> None:
+    packages = {"Hugging Face Trainer": "transformers", "NeMo Automodel": "nemo-automodel"}
+    rows = {row[0].split("]")[0].strip("["): row[3] for row in table("start/trainers", "In one table")[1:]}
+    for trainer, known in rows.items():
+        if "tested" in known:
+            assert known.split()[-1] == VERSIONS[packages.get(trainer, trainer.lower())].tested[-1], trainer
+    names = list(rows)
+    for trainer in names[names.index("torchtitan") :]:
+        words = re.findall(r"^\*\*(\w+)\.\*\*", section("start/trainers", trainer), re.MULTILINE)
+        assert words == ["Engine", "Add", "Resume", "Export", "Limits"], trainer
+
+
 def test_every_page_is_in_the_navigation_and_the_readme_is_short() -> None:
     titles, listed = zip(*re.findall(r"^ +- (.*): (\S+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     headings = [text.partition("\n")[0] for text in PAGES.values()]
