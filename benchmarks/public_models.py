@@ -98,7 +98,6 @@ def latent(
 
 MODELS: dict[str, Model] = {
     "gpt2-124m": gpt2(12, 768),
-    "gpt2-1.5b": gpt2(48, 1600),
     "llama-7b": llama(32, 4096, 32, 32, 128, 11008),
     "llama3.1-8b": llama(32, 4096, 32, 8, 128, 14336),
     "llama3.1-70b": llama(80, 8192, 64, 8, 128, 28672),

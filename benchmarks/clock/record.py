@@ -20,7 +20,7 @@ from benchmarks.rehearsal.step import others_of
 from lwopt_backend.engines.buffers.step import BufferStepper
 from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import Setting
-from lwopt_backend.rules.newton_schulz import KERNELS, product
+from lwopt_backend.rules.newton_schulz import KERNELS, QUACK, product
 from lwopt_backend.runtime import collectives
 from lwopt_backend.runtime.buffers import BucketBuffers
 from lwopt_backend.runtime.exchange import Arrival
@@ -213,25 +213,31 @@ class Tracer(Recorder):
 
     def _collective(self, name: str, args: Any) -> Start:
         group = ProcessGroup.unbox(next(each for each in args if isinstance(each, torch.ScriptObject)))
-        ranks, rank = group.size(), group.rank()
+        ranks, nbytes = group.size(), moved(name, args, group.rank(), group.size())
         into, out = ([*tensors_in([each])] for each in args[:2])
-        total = max(sum(tensor.numel() * tensor.itemsize for tensor in some) for some in (into, out))
         kind, operations = name.strip("_"), 1
         if name == "alltoall_base_":
-            (received,), (sent,) = into, out
-            mine = [splits[rank] if splits else flat.numel() // ranks for splits, flat in zip(args[3:5], args[:2])]
             kind = "all-to-all"
-            nbytes = max(len(received) - mine[0], len(sent) - mine[1]) * sent.itemsize
         elif name.startswith("allreduce"):
-            kind, nbytes = "all-reduce", 2 * total * (ranks - 1) // ranks
+            kind = "all-reduce"
         else:
-            nbytes = total * (ranks - 1) // ranks
             sizes = [tensor.numel() for tensor in max(into, out, key=len)]
             operations = sum(map(bool, sizes)) if len({*sizes}) > 1 else 1  # NCCL drops those of no elements
             kind = "reduce-scatter" if "reduce_scatter" in name else "all-gather" if "allgather" in name else kind
         what = self._part() if self._part() != OTHER else kind
         what = f"{what} {self._at[1]}" if self._at[0] else what
         return Start(what, kind, nbytes, ranks, self._at, dist_stride(group), operations, stream=self.stream)
+
+
+def moved(name: str, args: Any, rank: int, ranks: int) -> int:
+    """The bytes that ``rank`` sends or receives in a collective of torch's, the larger; those of reductions and gathers
+    as if they went around a ring."""
+    if name == "alltoall_base_":
+        received, sent = args[:2]
+        mine = [splits[rank] if splits else flat.numel() // ranks for splits, flat in zip(args[3:5], args[:2])]
+        return int(max(len(received) - mine[0], len(sent) - mine[1]) * sent.itemsize)
+    total = max(sum(each.numel() * each.itemsize for each in tensors_in([some])) for some in args[:2])
+    return (2 if name.startswith(("allreduce", "all_reduce")) else 1) * total * (ranks - 1) // ranks
 
 
 def dist_stride(group: ProcessGroup) -> int:
@@ -299,9 +305,10 @@ def opened(planned: Planned, setting: Setting, rank: int) -> Iterator[Session]:
     with ExitStack() as stack:
         stack.enter_context(pretended(rank, planned.ranks, others_of(planned)))
         stack.enter_context(absent_gpu(tracer))
-        kernels: Any = ModuleType(KERNELS)
-        kernels.gemm_symmetric = tracer.gemm_symmetric
-        stack.enter_context(mock.patch.dict(sys.modules, {KERNELS: kernels}))
+        if setting.rules.matrix.get("ns_method") == QUACK:  # "auto" would find it, too, and is without it in a plan
+            kernels: Any = ModuleType(KERNELS)
+            kernels.gemm_symmetric = tracer.gemm_symmetric
+            stack.enter_context(mock.patch.dict(sys.modules, {KERNELS: kernels}))
         engine = ENGINES[setting.engine](planned, setting)
         for place in _places(engine, tracer):
             stack.enter_context(place)
