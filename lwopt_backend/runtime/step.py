@@ -33,8 +33,7 @@ the task. Who does, sets what it needs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -100,8 +99,10 @@ class Underway:
 
     def close(self) -> None:
         """End it early."""
-        self.task.close()
         self.at = ""
+        self.task.close()
+
+    discard = close
 
 
 class Window:
@@ -132,24 +133,37 @@ class Window:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in (self._latest, *self._earlier):
-            if task is not None:
-                with suppress(RuntimeError):  # of ranks that are gone, which an error has told
-                    task.close()
+        tasks = (self._latest, *self._earlier)
+        told = first_error(task.close for task in tasks if task is not None)
+        if told is not None and not isinstance(told, RuntimeError):  # of ranks that are gone, which an error has told
+            raise told
 
 
 ENDED = object()
 
 
-def wait_for(travelling: Iterable[Arrival | PartsPending]) -> None:
-    """At the end of a task: wait for what it has in flight. An error that has ended it already is the one to tell."""
-    ended = sys.exc_info()[0] not in (None, GeneratorExit)
-    for each in travelling if not sys.is_finalizing() else ():
+def first_error(calls: Iterable[Callable[[], object]]) -> BaseException | None:
+    """Make all of these calls, whichever of them raise; returns the first error."""
+    first: BaseException | None = None
+    for call in calls:
         try:
-            each.discard()
-        except RuntimeError:
-            if not ended:
-                raise
+            call()
+        except BaseException as error:
+            first = error if first is None else first
+    return first
+
+
+def wait_for(travelling: Iterable[Arrival | PartsPending | Underway | None]) -> None:
+    """At the end of a task, in its ``finally``: wait for all that it has in flight, whichever wait raises. An error
+    that has ended the task already is the one to tell."""
+    # In a ``finally``, this is the exception on its way through; ``close`` throws GeneratorExit into the task. If the
+    # task has ended by itself, it is one that a caller is handling, if any.
+    ended = sys.exc_info()[0] not in (None, GeneratorExit)
+    if sys.is_finalizing():
+        return
+    error = first_error(each.discard for each in travelling if each is not None)
+    if error is not None and not (ended and isinstance(error, RuntimeError)):
+        raise error
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +193,7 @@ def reduced(bucket: BucketBuffers, earlier: Underway | None) -> Task:
             bucket.add_crossed(travelling)
             travelling = None
     finally:
-        wait_for([] if travelling is None else [travelling])
-        if earlier is not None:
-            earlier.close()
+        wait_for([travelling, earlier])
 
 
 def returned(bucket: BucketBuffers) -> Task:

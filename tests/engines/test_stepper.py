@@ -19,7 +19,7 @@ from lwopt_backend.engines.modules.step import scalars_on
 from lwopt_backend.plan import FlatPartition, MatrixPlan, ParameterPartition, Replicas, plan_matrices, plan_spread
 from lwopt_backend.plan.cost import MACHINES
 from lwopt_backend.plan.owners import Limits
-from lwopt_backend.rules import MatrixRule
+from lwopt_backend.rules import MatrixRule, WeightRule
 from lwopt_backend.rules.muon import Muon
 from lwopt_backend.runtime import collectives, tensors
 from lwopt_backend.runtime.collectives import TorchCollectives
@@ -205,6 +205,50 @@ def test_matrices_whole_at_their_owner_are_stepped_on_views() -> None:
     views = spy.seen.count(slices.grad.untyped_storage().data_ptr())
     assert views == len(plan.local_atoms(dist.get_rank())) > 0
     assert len(spy.seen) - views <= 1
+
+
+@dataclass
+class Signed(WeightRule):
+    """Its weights and gradients travel apart, so a bucket has two arrivals."""
+
+    lr: float = 0.1
+
+    def step(self, value: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+        value.sub_(grad.sign(), alpha=self.lr)
+
+
+class Interrupted(Exception):
+    """Ends a step."""
+
+
+@on_ranks(2)
+def test_a_step_that_ends_early_waits_for_all_in_flight() -> None:
+    """Or a transport would write into buffers that are free."""
+    plan, waited = plan_of(SHAPES, 2, "balance", 1), list[int]()
+
+    @dataclass
+    class Fails:
+        pending: Any
+
+        def wait(self) -> None:
+            waited.append(id(self))
+            self.pending.wait()
+            raise RuntimeError("Connection closed by peer")
+
+    class Failing(TorchCollectives):
+        def all_to_all(self, *args: Any) -> Any:
+            started.append(Fails(super().all_to_all(*args)))
+            return started[-1]
+
+    started = list[Fails]()
+    stepper = MatrixStepper(plan, [0] * len(plan.atoms), Failing(), torch.device("cpu"))
+    value, grad = (random((plan.layout.partition_numel,), seed) for seed in range(2))
+    given = Given({0: Signed()}, regions_of(plan, dist.get_rank()).cut(Slices(value, grad, {})))
+    with pytest.raises(Interrupted), stepper.window(given) as window:
+        window.advance()
+        window.advance()
+        raise Interrupted
+    assert len(started) == 4 and set(waited) == set(map(id, started))
 
 
 class Crossings(Recorder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
 
@@ -18,7 +18,7 @@ from lwopt_backend.routing.models import called
 from lwopt_backend.runtime.buffers import BucketBuffers, Ledger, RankGroups
 from lwopt_backend.runtime.exchange import Beside
 from lwopt_backend.runtime.presence import Presence
-from lwopt_backend.runtime.step import GRADIENTS, Underway, reduced, returned
+from lwopt_backend.runtime.step import GRADIENTS, Underway, first_error, reduced, returned
 
 
 class Hook:
@@ -592,8 +592,7 @@ class BucketManager:
         self.version += 1
 
     def _drop(self) -> None:
-        for task in self._reducing.values():
-            task.close()
+        error = first_error(task.close for task in self._reducing.values())
         self._reducing.clear()
         for bucket in self.buckets:
             bucket.drop_gradients()
@@ -604,6 +603,8 @@ class BucketManager:
         self.left_behind = False
         self.passes = 0
         self._pass = None
+        if error is not None:
+            raise error
 
     @property
     def has_unused_gradients(self) -> bool:
@@ -623,9 +624,9 @@ class BucketManager:
 
 def _close(tasks: Iterable[dict[int, Underway]], params: Sequence[Tensor], marks: Sequence[Tensor]) -> None:
     """Of a manager that is gone: its buckets' tasks wait for what they have in flight."""
-    for task in [task for of_buckets in tasks for task in of_buckets.values()]:
-        with suppress(RuntimeError):
-            task.close()
+    error = first_error(task.close for of_buckets in tasks for task in of_buckets.values())
     for param, mark in zip(params, marks):
         if param.grad is mark:
             param.grad = None
+    if error is not None and not isinstance(error, RuntimeError):  # of ranks that are gone, too
+        raise error

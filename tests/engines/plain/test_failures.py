@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
+from lwopt_backend.runtime.buffers import PartsPending
 from lwopt_backend.runtime.collectives import TorchCollectives
 from tests.support.cells import cells
 from tests.support.on_ranks import on_ranks
@@ -224,6 +226,27 @@ def test_unlike_numbers_of_passes_train_nothing() -> None:
     optimizer.zero_grad()
     train_ours(model, optimizer, 2)
     assert_same(model, truth(2))
+
+
+# A wait fails
+@on_ranks(2)
+def test_all_in_flight_is_waited_for_although_a_wait_fails() -> None:
+    """Or a transport would write into buffers that are free."""
+    model, optimizer = made(group_size=1)
+    waited, wait = list[PartsPending](), PartsPending.wait
+
+    def fails(pending: PartsPending) -> None:
+        waited.append(pending)
+        wait(pending)
+        raise RuntimeError("Connection closed by peer")
+
+    back(model, 0)
+    crossing = [task for task in optimizer._manager._reducing.values() if task.at == "sums across instances"]
+    with mock.patch.object(PartsPending, "wait", fails), pytest.raises(RuntimeError, match="Connection closed"):
+        optimizer._manager.drop_gradients()
+    assert len(set(map(id, waited))) == len(crossing) > 1
+    back(model, 1)
+    optimizer.step()
 
 
 # The model is changed behind the optimizer's back
