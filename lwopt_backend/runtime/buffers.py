@@ -57,9 +57,10 @@ class Ledger:
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialized flat tensor; pass it to ``free`` before its last reference goes."""
-        self.held += numel * dtype.itemsize
+        made = torch.empty(numel, dtype=dtype, device=device)
+        self.held += made.nbytes
         self.most_held = max(self.most_held, self.held)
-        return torch.empty(numel, dtype=dtype, device=device)
+        return made
 
     def free(self, tensor: Tensor) -> None:
         self.held -= tensor.numel() * tensor.itemsize

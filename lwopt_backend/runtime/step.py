@@ -84,17 +84,30 @@ Task = Generator[str, None, None]  # of one bucket; yields the name of what is o
 
 @dataclass
 class Underway:
-    """A task that has begun. ``at`` is what it has on the wire, nothing once it has ended; ``next`` goes on with it."""
+    """A task that ``next`` begins, and goes on with. ``at`` is what it has on the wire, nothing once it has ended. One
+    that has ``failed``, and why, refuses to go on: what it had on the wire is lost."""
 
     task: Task
-    at: str
+    at: str = ""
+    failed: str = ""
 
     def __iter__(self) -> Underway:
         return self
 
     def __next__(self) -> str:
-        self.at = ""  # if it ends, or raises
-        self.at = next(self.task)
+        if self.failed:
+            raise RuntimeError(
+                f"expected the {self.at} of other ranks, but receiving them ended in an error on this rank; end all "
+                f"ranks, and resume from a checkpoint. The error was: {self.failed}"
+            )
+        try:
+            self.at = next(self.task)
+        except StopIteration:
+            self.at = ""
+            raise
+        except BaseException as error:
+            self.failed = named(error)
+            raise
         return self.at
 
     def close(self) -> None:
@@ -103,6 +116,11 @@ class Underway:
         self.task.close()
 
     discard = close
+
+
+def named(error: BaseException) -> str:
+    """An error in one line, without what it keeps alive."""
+    return f"{type(error).__name__}: {error}"
 
 
 class Window:
@@ -156,9 +174,7 @@ def first_error(calls: Iterable[Callable[[], object]]) -> BaseException | None:
 def wait_for(travelling: Iterable[Arrival | PartsPending | Underway | None]) -> None:
     """At the end of a task, in its ``finally``: wait for all that it has in flight, whichever wait raises. An error
     that has ended the task already is the one to tell."""
-    # In a ``finally``, this is the exception on its way through; ``close`` throws GeneratorExit into the task. If the
-    # task has ended by itself, it is one that a caller is handling, if any.
-    ended = sys.exc_info()[0] not in (None, GeneratorExit)
+    ended = sys.exc_info()[0] not in (None, GeneratorExit)  # what is passing through the ``finally``
     if sys.is_finalizing():
         return
     error = first_error(each.discard for each in travelling if each is not None)

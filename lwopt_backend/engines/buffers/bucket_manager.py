@@ -18,7 +18,7 @@ from lwopt_backend.routing.models import called
 from lwopt_backend.runtime.buffers import BucketBuffers, Ledger, RankGroups
 from lwopt_backend.runtime.exchange import Beside
 from lwopt_backend.runtime.presence import Presence
-from lwopt_backend.runtime.step import GRADIENTS, Underway, first_error, reduced, returned
+from lwopt_backend.runtime.step import GRADIENTS, Underway, first_error, named, reduced, returned
 
 
 class Hook:
@@ -142,8 +142,8 @@ class BackwardPasses:
             Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        self._running = False
         self._manager.end_backward()
+        self._running = False  # unless that has raised
 
 
 # What param.grad shows of gradients that were taken: a mark (``ReducedGradient``), which the user may remove. That
@@ -304,6 +304,10 @@ class BucketManager:
         self._reducing: dict[int, Underway] = {}
         self.returning: dict[int, Underway] = {}
         self._pass: Pass | None = None
+        # Errors of this rank: one that lost gradients, until all ranks drop theirs; and one after which other ranks are
+        # in a collective that this one cannot join, for good.
+        self.lost = ""
+        self._behind = ""
         # Which gradients count for the next step.
         self._syncs = True  # the passes that run now reduce
         self.left_behind = False  # a pass left its gradients unreduced
@@ -362,6 +366,8 @@ class BucketManager:
                 'use_reentrant=False), or overlap_grad_reduce=False (under DeepSpeed "overlap_comm": false)'
             )
         if number in self.returning:
+            if self.returning[number].failed:
+                self.receive_values([number])  # which says so
             raise RuntimeError(
                 f"parameter {self.names[index]!r} was used before its new value had arrived, because its module was "
                 "not called; call optimizer.synchronize() before the forward pass, or switch overlap_param_gather off"
@@ -400,32 +406,58 @@ class BucketManager:
         self._end_pass()
 
     def _launch(self, current: Pass, number: int) -> None:
-        """Start to reduce a bucket."""
-        # A bucket in flight keeps its buffer, so the oldest arrives first; backward would fill the memory otherwise.
-        if len(current.left) >= IN_FLIGHT:
-            self._arrive(self.order[len(current.left) - IN_FLIGHT])
+        """Start to reduce a bucket. It has left once its collective has begun. A rank without memory for that raises,
+        and begins it in ``zero_grad()``: the other ranks wait for all that they have begun."""
+        self._check_joins()
+        with self._guarded():
+            # A bucket in flight keeps its buffer, so the oldest arrives first, or backward would fill the memory.
+            if len(current.left) >= IN_FLIGHT:
+                self._arrive(self.order[len(current.left) - IN_FLIGHT])
+            self._arrive(number)  # its transfer of an earlier pass
+            with torch.no_grad():
+                self._look(slot.param for slot in self.buckets[number].bucket.slots)
+                self._forget_stale(number)
+                task = Underway(reduced(self.buckets[number], self._reducing.get(number)))
+                next(task)
+        self._reducing[number] = task
         current.left.add(number)
-        self._arrive(number)  # its transfer of an earlier pass
-        with torch.no_grad():
-            self._look(slot.param for slot in self.buckets[number].bucket.slots)
-            self._forget_stale(number)
-            task = reduced(self.buckets[number], self._reducing.get(number))
-            self._reducing[number] = Underway(task, next(task))
         self.version += 1
 
     def _end_pass(self) -> None:
         self._pass = None
         self.passes += 1
         self.left_behind = False
-        if self.pass_ended is not None:
-            self.pass_ended()
-        self._show_others()
-        if self.keeps_full:
-            for bucket in self.settled():
-                with torch.no_grad():
-                    bucket.spread_gradients()
-            self._show_everywhere()
-            self.shown.note_all()
+        with self._guarded(joins=True):
+            if self.pass_ended is not None:
+                self.pass_ended()
+            self._show_others()
+            if self.keeps_full:
+                for number, bucket in enumerate(self.buckets):
+                    self._settle(number)
+                    with torch.no_grad():
+                        bucket.spread_gradients()
+                self._show_everywhere()
+                self.shown.note_all()
+
+    @contextmanager
+    def _guarded(self, *, joins: bool = False) -> Iterator[None]:
+        """Context of work on gradients, of which some are lost if it raises. If it then ``joins`` other ranks in a
+        collective, those wait there for this rank, which cannot make up for that collective."""
+        try:
+            yield
+        except BaseException as error:
+            self.lost = self.lost or named(error)
+            if joins and any(bucket.rank_groups.everyone.world_size > 1 for bucket in self.buckets):
+                self._behind = self._behind or named(error)
+            raise
+
+    def _check_joins(self) -> None:
+        """Raises RuntimeError if this rank would call other collectives than the ranks that wait for it."""
+        if self._behind:
+            raise RuntimeError(
+                "expected this rank in a collective in which other ranks wait for it, but an error has ended what it "
+                f"had to send there; end all ranks, and resume from a checkpoint. The error was: {self._behind}"
+            )
 
     def _show_others(self) -> None:
         """After a pass that reduces: other ranks may have a gradient where this one has none."""
@@ -447,14 +479,19 @@ class BucketManager:
     def _arrive(self, number: int) -> None:
         """Wait for a bucket's gradients, if they are on their way to its owners."""
         task = self._reducing.get(number)
-        if task is not None and task.at == GRADIENTS:
-            with torch.no_grad():
-                next(task, None)
+        if task is None or task.at != GRADIENTS:
+            return
+        with self._guarded(joins=self.buckets[number].rank_groups.replicas is not None), torch.no_grad():
+            del self._reducing[number]
+            next(task, None)
+            self._reducing[number] = task  # which has not raised
 
     def _settle(self, number: int) -> None:
-        self._arrive(number)
-        with torch.no_grad():
-            self.buckets[number].settle(self._reducing.pop(number, ()))
+        """Called on all ranks, before one more collective."""
+        with self._guarded(joins=True), torch.no_grad():
+            self._arrive(number)
+            self.buckets[number].settle(self._reducing.get(number, ()))
+            self._reducing.pop(number, None)
             self._forget_stale(number)
 
     # What was done to gradients between passes
@@ -496,6 +533,7 @@ class BucketManager:
 
         A rank that had fewer backward passes than the others takes part with zeros. Called on all ranks.
         """
+        self._check_joins()
         while self._pass is not None or self.left_behind or self.passes < passes:
             self._launch_rest()
 
@@ -525,7 +563,13 @@ class BucketManager:
 
     def settled(self, numbers: Iterable[int] | None = None) -> Iterator[BucketBuffers]:
         """Yield the buckets, by default all in order, each once its owners have the mean gradients. On all ranks, after
-        ``finish``."""
+        ``finish``. Raises RuntimeError if some were ``lost``."""
+        self._check_joins()
+        if self.lost:
+            raise RuntimeError(
+                "expected all gradients, but an error on this rank has lost some; call zero_grad() on all ranks, and "
+                f"run the backward passes again. The error was: {self.lost}"
+            )
         for number in range(len(self.buckets)) if numbers is None else numbers:
             self._settle(number)
             yield self.buckets[number]
@@ -548,11 +592,13 @@ class BucketManager:
     def send_values(self, number: int) -> None:
         """Start sending a bucket's new parameters to all ranks. Called on all ranks, bucket by bucket."""
         with torch.no_grad():
-            task = returned(self.buckets[number])
-            self.returning[number] = Underway(task, next(task))
+            task = Underway(returned(self.buckets[number]))
+            next(task)
+        self.returning[number] = task
 
     def receive_values(self, numbers: Iterable[int] | None = None) -> None:
-        """Wait until the parameters of these buckets, by default of all, have arrived."""
+        """Wait until the parameters of these buckets, by default of all, have arrived. Raises what a wait raises, and
+        RuntimeError from then on: the parameters have no values."""
         for number in sorted(self.returning if numbers is None else self.returning.keys() & set(numbers)):
             with torch.no_grad():
                 next(self.returning[number], None)
@@ -603,6 +649,7 @@ class BucketManager:
         self.left_behind = False
         self.passes = 0
         self._pass = None
+        self.lost = ""
         if error is not None:
             raise error
 

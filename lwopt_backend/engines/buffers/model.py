@@ -232,6 +232,8 @@ class StepMeeting:
         mine = self._in_model.replaced() or moved(manager.names, manager.params, manager.places)
         if mine is None and self._passes.interrupted:
             mine = "a backward pass ended in an exception; all gradients are dropped, on all ranks"
+        if mine is None and manager.lost:
+            mine = f"reducing gradients ended in an exception; all are dropped, on all ranks. It was: {manager.lost}"
         if mine is None and not drops and (unused := manager.unused_grad()) is not None:
             mine = (
                 f"parameter {unused!r}: expected a .grad from a backward pass of the model, found an assigned one, "

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from lwopt_backend.runtime.buffers import PartsPending
+from lwopt_backend.runtime.buffers import BucketBuffers, Ledger, PartsPending
 from lwopt_backend.runtime.collectives import TorchCollectives
 from tests.support.cells import cells
 from tests.support.on_ranks import on_ranks
@@ -228,7 +228,120 @@ def test_unlike_numbers_of_passes_train_nothing() -> None:
     assert_same(model, truth(2))
 
 
-# A wait fails
+# A rank without memory, or whose wait fails
+@contextlib.contextmanager
+def without_memory(fails_at: int | None) -> Iterator[list[int]]:
+    """Within it the allocation of this number fails, of those for gradients, once. Yields the sizes of all."""
+    sizes, allocate = list[int](), Ledger.empty
+
+    def empty(ledger: Ledger, numel: int, *args: Any) -> Tensor:
+        sizes.append(numel)
+        if len(sizes) - 1 == fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return allocate(ledger, numel, *args)
+
+    with mock.patch.object(Ledger, "empty", empty):
+        yield sizes
+
+
+class InDtype(Branches):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.to(dtype)
+
+    def forward(self, x: Tensor, use: str = "both") -> Tensor:
+        return super().forward(x.to(self.first.weight.dtype), use)
+
+
+def left_alone(turn: Turn) -> None:
+    turn.back(use="left")  # nothing comes for ``right``, whose bucket leaves at the end
+
+
+@on_ranks()
+@cells(
+    lambda mode, dtype, **_: mode in ("plain", "lazy return") or dtype == torch.float32,
+    ranks=[3],
+    mode=["plain", "kept gradients", "lazy return", "no overlap"],
+    after=["it drops", "it steps", "it drops, others step"],
+    dtype=[torch.float32, torch.bfloat16],  # of which the owners' sums need memory of their own
+)
+def test_a_rank_without_memory_meets_the_others_again(mode: str, after: str, dtype: torch.dtype) -> None:
+    """Whichever allocation failed on rank 1, in backward or in the step. It counted a bucket as sent before it was, and
+    then called one collective fewer than the others."""
+    model, optimizer = made(lambda: InDtype(dtype), mode=mode)
+    train_ours(model, optimizer, 1, left_alone)
+    with without_memory(None) as sizes:
+        left_alone(Turn(model, 1, dist.get_rank()))
+        if mode == "no overlap":  # then the step sends the gradients
+            optimizer.step()
+    optimizer.zero_grad()
+    (count,) = TorchCollectives().gather_objects(len(sizes))[1:2]
+    for number in range(count):
+        turn, fails = Turn(model, 2, dist.get_rank()), dist.get_rank() == 1
+        with without_memory(number if fails else None), contextlib.ExitStack() as raises:
+            if fails:
+                raises.enter_context(pytest.raises(torch.OutOfMemoryError))
+            left_alone(turn)
+            if mode == "no overlap" and fails:
+                optimizer.step()
+        if after == "it steps" or (after == "it drops, others step" and not fails):
+            with pytest.raises(RuntimeError, match=r"ended in an exception; all .* dropped, on all ranks.*\(rank 1\)"):
+                optimizer.step()
+        optimizer.zero_grad()
+    train_ours(model, optimizer, (3,), left_alone)
+    untouched, other = made(lambda: InDtype(dtype), mode=mode)
+    steps = (0, 1, 3) if mode == "no overlap" else (0, 3)
+    train_ours(untouched, other, steps, left_alone)
+    assert_same(model, untouched)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_rank_that_misses_a_collective_of_others_calls_no_more(kept: bool) -> None:
+    """Sums that have arrived are sent on: to other instances, or those that are kept to all ranks. Without memory for
+    that, ranks cannot send, here all of them. Before, each went on with the next collective."""
+    model, optimizer = made(lambda: InDtype(torch.bfloat16), **{"keep_full_grads": True} if kept else {"group_size": 1})
+    back(model, 0)
+    optimizer.zero_grad()
+    where: Any = (BucketBuffers, "spread_gradients") if kept else (PartsPending, "room")
+    fails = mock.patch.object(*where, side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    with fails, pytest.raises(torch.OutOfMemoryError):
+        back(model, 1)
+    for call in (optimizer.zero_grad, optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(RuntimeError, match="end all ranks, and resume from a checkpoint.*OutOfMemoryError: CUDA"):
+            call()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("once", [RuntimeError("Connection closed by peer"), KeyboardInterrupt()])
+def test_values_that_did_not_arrive_are_read_by_nobody(once: BaseException) -> None:
+    """The second forward pass after an error read what was there: weights of both steps."""
+    model, optimizer = made(mode="lazy return")
+    back(model, 0)
+    optimizer.step()
+    with mock.patch.object(BucketBuffers, "receive_values", side_effect=once), pytest.raises(type(once)):
+        back(model, 1)
+    refused = f"expected the values of other ranks, but .* resume from a checkpoint.*{type(once).__name__}"
+    for read in (lambda: back(model, 1), model.state_dict, optimizer.synchronize):
+        with pytest.raises(RuntimeError, match=refused):
+            read()
+
+
+@on_ranks(2)
+def test_a_gradient_that_was_lost_is_never_a_mean() -> None:
+    """A rank that caught an error of its norm or step and called it again trained on the gradients that were left."""
+    model, optimizer = made(mode="no overlap")
+    back(model, 0)
+    fails = mock.patch.object(Ledger, "empty", side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    with fails, pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"reducing gradients ended in an exception; all are dropped.*\(rank 0\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    train_ours(model, optimizer, (1,))
+    assert_same(model, truth((1,)))
+
+
 @on_ranks(2)
 def test_all_in_flight_is_waited_for_although_a_wait_fails() -> None:
     """Or a transport would write into buffers that are free."""
