@@ -11,20 +11,25 @@ A bucket's step is written from top to bottom, and yields where ranks meet (``|`
 
 One fact explains them. Where a host stores gradients and state (FSDP2, ZeRO), momentum is made before the wire, which
 takes directions to the owners. In plain PyTorch it is made after the wire, which takes gradients there: the owner alone
-has the state.
+has the state. At ZeRO 0 every rank has all gradients: the owner makes momentum, and the wire to it takes nothing.
 
 Where a task stands is a bucket's state; nothing else notes it. ``next`` goes on to where ranks meet next. All ranks do
 that in one order, because collectives begin there. ``close`` ends a task early: its ``finally`` waits for its
 collectives, since a transport writes into its buffers, and frees these. Nothing else waits for a bucket that is not
-stepped to its end, whether its step raised, its gradients were dropped, or its optimizer is collected. When Python
-exits, nothing waits.
+stepped to its end, whether its step raised, its gradients were dropped, or its optimizer is collected. That may take
+until the group's timeout, if another rank never begins the collective. When Python exits, nothing waits.
 
-The step goes on with the tasks of a host's storage, two buckets at a time (``Window``). In plain PyTorch, the hook of a
-bucket's last gradient begins its reduction, on autograd's thread of the device; a later bucket's hook, the end of the
-pass or the step goes on with it. The step begins the return of new values; the next forward pass ends it, or whoever
-reads parameters before. A reentrant checkpoint runs a pass within a hook of the outer one, on the same thread: its
-gradients arrive before the outer pass goes on. No two threads go on with tasks at once: backward returns when its hooks
-have.
+On FSDP2 and under ZeRO, the step advances the tasks, two buckets at a time (``Window``): a task lives within one call.
+In plain PyTorch a task outlives the call that begins it (``Underway``). The hook of a gradient begins reductions; a
+later bucket's hook, the end of the pass or the step goes on with them. The step begins the return of new values; the
+next forward pass ends it, or whoever reads parameters before. A reentrant checkpoint runs a pass within a hook of the
+outer one, on the same thread: its gradients arrive before the outer pass goes on.
+
+One thread at a time goes on with the tasks of an optimizer. Nothing locks them; ``Underway`` raises where it sees two
+threads in a task. Hooks run on autograd's thread of a GPU, on a CPU on that of the pass, while ``backward`` waits for
+them. A thread that copies a model, or takes its ``state_dict()``, waits for values on their way, as a forward pass
+does: call ``synchronize()`` before it begins. A finalizer closes tasks on any thread, where the last reference to an
+optimizer goes: nobody else has them then.
 
 No context manager spans a ``yield``: ``no_grad``, a stream or a profiler's label would stay on for whoever goes on with
 the task. Who does, sets what it needs.
@@ -32,6 +37,7 @@ the task. Who does, sets what it needs.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -99,6 +105,11 @@ class Underway:
             raise RuntimeError(
                 f"expected the {self.at} of other ranks, but receiving them ended in an error on this rank; end all "
                 f"ranks, and resume from a checkpoint. The error was: {self.failed}"
+            )
+        if inspect.getgeneratorstate(self.task) == inspect.GEN_RUNNING:
+            raise RuntimeError(
+                f"expected one thread to wait for the {self.at}, found two; call optimizer.synchronize() before "
+                "another thread reads or copies the model"
             )
         try:
             self.at = next(self.task)
@@ -174,7 +185,9 @@ def first_error(calls: Iterable[Callable[[], object]]) -> BaseException | None:
 def wait_for(travelling: Iterable[Arrival | PartsPending | Underway | None]) -> None:
     """At the end of a task, in its ``finally``: wait for all that it has in flight, whichever wait raises. An error
     that has ended the task already is the one to tell."""
-    ended = sys.exc_info()[0] not in (None, GeneratorExit)  # what is passing through the ``finally``
+    # In a ``finally``, this is the exception on its way through; ``close`` throws GeneratorExit into the task. If the
+    # task has ended by itself, it is one that a caller is handling, if any.
+    ended = sys.exc_info()[0] not in (None, GeneratorExit)
     if sys.is_finalizing():
         return
     error = first_error(each.discard for each in travelling if each is not None)
@@ -475,7 +488,7 @@ class MatrixStepper:
         travelling: list[Arrival] = []
         try:
             self._depart(bucket, given, travelling)
-            yield "directions"
+            yield "directions"  # none, if the owners have all of them (``MatrixPlan.stays``), as at ZeRO 0
             travelling = [self._update_owned(bucket, travelling, given)]
             yield "updates"
             if self._plan.rows is not None:  # ranks of other rows store copies

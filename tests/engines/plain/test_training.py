@@ -260,6 +260,32 @@ def test_tasks_go_on_with_the_thread_of_whoever_has_reason_to(mode: str) -> None
 
 
 @on_ranks(2)
+def test_two_threads_that_wait_for_the_same_values_are_an_error() -> None:
+    """As a thread that writes checkpoints, and the loop. Python's words for it were "generator already executing"."""
+    model, optimizer = scenarios.made(mode="lazy return")
+    scenarios.back(model, 0)
+    optimizer.step()
+    waits, goes_on, receive = threading.Event(), threading.Event(), BucketBuffers.receive_values
+
+    def slowly(buffers: BucketBuffers, returning: PartsPending) -> None:
+        waits.set()
+        goes_on.wait()
+        receive(buffers, returning)
+
+    with mock.patch.object(BucketBuffers, "receive_values", slowly), ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(model.state_dict)
+        waits.wait()
+        try:
+            with pytest.raises(RuntimeError, match="expected one thread to wait for the values, found two; call"):
+                model.state_dict()
+        finally:
+            goes_on.set()
+        reading.result()
+    optimizer.zero_grad()
+    assert_same(model, truth(1))
+
+
+@on_ranks(2)
 def test_a_closure_is_called_once_and_its_loss_returned() -> None:
     model, optimizer = scenarios.made()
     losses = []
