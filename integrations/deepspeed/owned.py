@@ -18,7 +18,8 @@ from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.engines import report
 from lwopt_backend.engines.base import picked
 from lwopt_backend.engines.buffers.gradients import BufferGradients
-from lwopt_backend.engines.buffers.model import StepMeeting, check_model, check_trained, described, tell_when_loaded
+from lwopt_backend.engines.buffers.hooks import tell_when_loaded
+from lwopt_backend.engines.buffers.model import StepMeeting, check_model, check_trained, described
 from lwopt_backend.engines.buffers.state import BufferStore
 from lwopt_backend.engines.buffers.step import BufferCore, ParamSet
 from lwopt_backend.engines.first_pass import FirstPass

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lwopt_backend.config.versions import is_first_rank
-from lwopt_backend.engines.buffers.bucket_manager import Hook
+from lwopt_backend.engines.buffers.hooks import Hook
 from lwopt_backend.groups.grouping import Grouping
 from lwopt_backend.routing.examples import shapes_of
 from lwopt_backend.routing.models import called

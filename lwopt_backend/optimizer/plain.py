@@ -15,16 +15,14 @@ from lwopt_backend.config.hosts import NAME, PlainConfig
 from lwopt_backend.engines import report
 from lwopt_backend.engines.base import loaded, saved
 from lwopt_backend.engines.buffers import model as of_model
-from lwopt_backend.engines.buffers.bucket_manager import Hook, remove_with
 from lwopt_backend.engines.buffers.gradients import BufferGradients
+from lwopt_backend.engines.buffers.hooks import Hook, remove_with, tell_when_loaded, wait_in_forward
 from lwopt_backend.engines.buffers.model import (
     StepMeeting,
     check_model,
     check_not_compiled,
     check_options,
     check_trained,
-    tell_when_loaded,
-    wait_in_forward,
 )
 from lwopt_backend.engines.buffers.shown import gradients_shown
 from lwopt_backend.engines.buffers.state import BufferStore, held_state, state_of, take_state

@@ -1,248 +1,23 @@
-"""Buckets in the backward pass: take gradients, reduce them to their owners, and return new values."""
+"""The bucket manager: it takes gradients, reduces them to their owners, and returns new values."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 from zlib import crc32
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
+from lwopt_backend.engines.buffers.hooks import _NoHook as _NoHook  # by which pickles of models know it
+from lwopt_backend.engines.buffers.marks import Shown
 from lwopt_backend.plan.buffers.layout import Bucket
-from lwopt_backend.routing.models import called
 from lwopt_backend.runtime.buffers import BucketBuffers, Ledger, RankGroups
 from lwopt_backend.runtime.exchange import Beside
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.step import GRADIENTS, Underway, first_error, named, reduced, returned
 
-
-class Hook:
-    """Runs ``call(owner, *first, *args)`` with a hook's ``args`` while ``owner`` is alive; copies and pickles do
-    nothing.
-
-    A model with hooks can therefore be copied and saved, and its hooks do not keep ``owner`` alive.
-    """
-
-    __slots__ = ("_owner", "_call", "_first")
-
-    def __init__(self, owner: object, call: Callable[..., Any], *first: Any) -> None:
-        self._owner = weakref.ref(owner)
-        self._call = call
-        self._first = first
-
-    def __call__(self, *args: Any) -> Any:
-        owner = self._owner()
-        return None if owner is None else self._call(owner, *self._first, *args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _NoHook, ()
-
-    @property
-    def alive(self) -> bool:
-        return self._owner() is not None
-
-
-def remove_with(owner: object, handles: Iterable[Any]) -> None:
-    """Remove these hooks once ``owner`` is gone: a model may have many optimizers one after another."""
-    weakref.finalize(owner, _remove, [*handles]).atexit = False
-
-
-def _remove(handles: Iterable[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-class _NoHook:
-    """Replaces a hook in a copy of its module."""
-
-    def __call__(self, *args: Any) -> None:
-        return None
-
-
-def is_followed(param: Tensor) -> bool:
-    """Whether a live bucket manager takes this parameter's gradients."""
-    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-    return any(isinstance(hook, Hook) and hook.alive for hook in hooks.values())
-
-
-class BackwardPasses:
-    """Reports every gradient, and the end of every backward pass, to ``manager``.
-
-    A pass begins at the output of ``model``, or with the first gradient if ``model`` was not called. Reentrant
-    checkpoints run nested passes; the hook on the output distinguishes the outer pass. ``torch.autograd.grad`` also
-    runs that hook, but produces no ``param.grad``, so no pass begins for the manager.
-    """
-
-    def __init__(self, manager: BucketManager, model: nn.Module) -> None:
-        self._manager = manager
-        self._running = False
-        self._told = False  # whether the manager was told of the running pass
-        self._handles: list[Any] = []
-        for index, param in enumerate(manager.params):
-            if manager.marks:
-                self._handles.append(param.register_hook(Hook(self, BackwardPasses._before, index)))
-            self._handles.append(param.register_post_accumulate_grad_hook(Hook(self, BackwardPasses._take, index)))
-        for module in called(model):
-            self._handles.append(module.register_forward_pre_hook(Hook(self, BackwardPasses._before_forward)))
-            self._handles.append(module.register_forward_hook(Hook(self, BackwardPasses._after_forward)))
-        remove_with(self, self._handles)
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the last backward pass on this rank ended in an exception."""
-        return self._running and torch._C._current_graph_task_id() == -1
-
-    def forget(self) -> None:
-        """End an interrupted pass. It counts even without a gradient, because it counts on other ranks."""
-        if self._running and not self._told:
-            self._manager.begin_backward()
-        self._running = False
-
-    def remove(self) -> None:
-        _remove(self._handles)
-
-    def _before(self, index: int, grad: Tensor) -> None:
-        """autograd also runs this for ``torch.autograd.grad``, where nothing is accumulated."""
-        self._begin()
-        self._manager.lift(index)
-
-    def _take(self, index: int, param: Tensor) -> None:
-        self._begin()
-        if not self._told:
-            self._manager.begin_backward()
-            self._told = True
-        self._manager.arrived(index)
-
-    def _before_forward(self, model: nn.Module, args: Sequence[Any]) -> None:
-        if self.interrupted and torch.is_grad_enabled():
-            raise RuntimeError(
-                "a backward pass ended in an exception while some of its gradients were in transit; call "
-                "optimizer.zero_grad() on all ranks before the next forward pass"
-            )
-
-    def _after_forward(self, model: nn.Module, args: Sequence[Any], output: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        begins = Hook(self, BackwardPasses._at_output)  # a loss that is kept does not keep the optimizer
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                leaf.register_hook(begins)
-
-    def _at_output(self, grad: Tensor) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
-        if not self._running:
-            self._running, self._told = True, False
-            Variable._execution_engine.queue_callback(self._end)
-
-    def _end(self) -> None:
-        self._manager.end_backward()
-        self._running = False  # unless that has raised
-
-
-# What param.grad shows of gradients that were taken: a mark (``ReducedGradient``), which the user may remove. That
-# drops what has accumulated.
-
-
-class Shown:
-    """Which of ``params`` show a gradient for the step, if nobody has removed it. There are no ``marks`` under
-    DeepSpeed, and with ``keeps_full``, where param.grad is the gradient itself."""
-
-    def __init__(self, params: Sequence[Tensor], keeps_full: bool) -> None:
-        self.marks: list[Tensor] = []
-        self._params, self._keeps_full = params, keeps_full
-        self.clear()
-
-    def clear(self) -> None:
-        """No parameter shows a gradient for the step."""
-        self._here = [False] * len(self._params)
-        self._lifted: dict[int, bool] = {}  # in a backward pass, marks that were taken away, and whether one was shown
-
-    def show(self, index: int) -> None:
-        """Put the mark into param.grad."""
-        if self.marks:
-            self._lifted.pop(index, None)
-            try:
-                self._params[index].grad = self.marks[index]
-            except RuntimeError:  # the parameter was cast or moved, which the step refuses
-                return
-            self._here[index] = True
-
-    def lift(self, index: int) -> None:
-        """Take the mark out of param.grad, to which autograd is about to add a gradient."""
-        if self._params[index].grad is self.marks[index]:
-            self._params[index].grad = None
-            self._lifted[index], self._here[index] = self._here[index], False
-
-    def put_back(self) -> None:
-        """At the end of a pass: the marks into which torch.autograd.grad has accumulated nothing."""
-        for index, shown in self._lifted.items():
-            self._params[index].grad, self._here[index] = self.marks[index], shown
-        self._lifted = {}
-
-    def show_others(self) -> None:
-        """The marks where other ranks may have a gradient, and this one has none."""
-        for index, shown in enumerate(self._here):
-            if not shown and index not in self._lifted:
-                self.show(index)
-
-    def note_all(self) -> None:
-        """param.grad is the gradient itself."""
-        self._here = [param.grad is not None for param in self._params]
-
-    def removed(self, indices: Iterable[int]) -> list[int]:
-        """Those of these parameters whose gradient was removed since it was shown."""
-        found = []
-        for index in indices:
-            if self._here[index]:
-                grad = self._params[index].grad
-                if grad is None if self._keeps_full else grad is not self.marks[index]:
-                    self._here[index] = False
-                    found.append(index)
-        return found
-
-    def is_mark(self, index: int) -> bool:
-        """Whether param.grad is its mark."""
-        return bool(self.marks) and self._params[index].grad is self.marks[index]
-
-    def is_used(self, index: int) -> bool:
-        """Whether param.grad is the mark of a gradient that the last step has used."""
-        return self.is_mark(index) and not self._here[index]
-
-    def count_again(self, index: int) -> None:
-        """What param.grad shows is for the next step."""
-        self._here[index] = True
-
-    def drop(self, indices: Iterable[int]) -> None:
-        """Take these parameters' marks away."""
-        for index in indices if self.marks else ():
-            if self.is_mark(index):
-                self._params[index].grad = None
-
-
-# The bucket manager: it owns the parameters' long-lived buffers, and sends their gradients.
-#
-# ::
-#
-#     backward      gradients fill the buckets; a full bucket is sent to its owners at once, in one order on all ranks;
-#                   arrived gradients are cast and added on a side stream
-#     end of it     the remaining buckets are sent; a missing gradient is zero
-#     step          bucket by bucket: wait -> its owners update it -> send the parameters to all ranks
-#
-# Every rank starts the same collectives in the same order, with or without gradients: every backward pass that reduces
-# sends each bucket exactly once. The order is the plan's until ranks have agreed on another.
-#
-# How far a bucket is, its tasks know (``runtime/step.py``): ``reduced``, which a gradient's hook, the end of a pass or
-# a step goes on with, and ``returned``, which the step begins, and the next forward pass or step ends. Hooks run on
-# autograd's thread of a device, and steps on the caller's, never both at once: a pass has ended when backward returns.
-# In a reentrant checkpoint, the hooks of a nested pass run on the thread of the outer one.
-#
 # Buckets in flight to their owners. The stream of the backward pass waits for the one before them, because its next
 # allocations may reuse that bucket's memory. More in flight would take more memory, and hide no more communication.
 IN_FLIGHT = 2
@@ -258,11 +33,23 @@ class Pass:
 
 
 class BucketManager:
-    """The ``buckets`` of ``params`` in backward order; the ranks ``rank_groups[i]`` share ``buckets[i]``.
+    """Owns the parameters' long-lived buffers, a bucket each, sends their gradients, and returns new values.
 
-    Made on all ranks. Turns the parameters into views of the buckets' buffers. ``order`` is the numbers of the buckets
-    as they leave. ``filled`` is those that were full in a backward pass on this rank, in that order; None once ranks
-    have agreed on an order. ``returning`` has the tasks of those whose new values are still in flight to this rank.
+    ::
+
+        backward      gradients fill the buckets; a full bucket is sent to its owners at once, in one order on all ranks
+                      (``_launch``); arrived gradients are cast and added on a side stream
+        end of it     the remaining buckets are sent; a missing gradient is zero
+        step          bucket by bucket: wait -> its owners update it -> send the parameters to all ranks
+
+    Every rank starts the same collectives in the same order, with or without gradients: every backward pass that
+    reduces sends each bucket exactly once. The order is the plan's until ranks have agreed on another. How far a bucket
+    is, its tasks know, and who goes on with them is in ``runtime/step.py``.
+
+    Made on all ranks, which turns the parameters into views of the buffers. ``buckets`` of ``params`` are in backward
+    order; the ranks ``rank_groups[i]`` share ``buckets[i]``. ``order`` is the numbers of the buckets as they leave.
+    ``filled`` is those that were full in a backward pass on this rank, in that order; None once ranks have agreed on an
+    order. ``returning`` has the tasks of those whose new values are still in flight to this rank.
     """
 
     def __init__(
@@ -300,7 +87,7 @@ class BucketManager:
         self.keeps_full = keep_full  # whether every rank keeps all mean gradients, in param.grad
         # Whether buckets are sent during backward passes; or all of them in ``finish``, to keep full at a pass' end.
         self.overlap = overlap
-        # The buckets' tasks, by number, and the pass in which buckets leave.
+        # The buckets' tasks, by number, never another dict (``_close`` has these), and the pass in which buckets leave.
         self._reducing: dict[int, Underway] = {}
         self.returning: dict[int, Underway] = {}
         self._pass: Pass | None = None
@@ -357,8 +144,18 @@ class BucketManager:
         return self._pass
 
     def arrived(self, index: int) -> None:
-        """Take a parameter's gradient. Raises RuntimeError if its bucket was sent, or its new value has not arrived."""
+        """Take a parameter's gradient, and send its bucket, and others whose turn has come, if they are full."""
         number = self.bucket_of[index]
+        self._check_may_arrive(index, number)
+        self._touched[index] = True
+        with torch.no_grad():
+            self.buckets[number].take(index)
+        self.shown.show(index)
+        if self._syncs:
+            self._arrived_in(self._begin_pass(), index, number)
+
+    def _check_may_arrive(self, index: int, number: int) -> None:
+        """Raises RuntimeError if a parameter's bucket was sent, or its new value has not arrived."""
         if self._syncs and self._pass is not None and number in self._pass.left:
             raise RuntimeError(
                 f"parameter {self.names[index]!r} got another gradient in one backward pass after bucket {number} had "
@@ -372,13 +169,10 @@ class BucketManager:
                 f"parameter {self.names[index]!r} was used before its new value had arrived, because its module was "
                 "not called; call optimizer.synchronize() before the forward pass, or switch overlap_param_gather off"
             )
-        self._touched[index] = True
-        with torch.no_grad():
-            self.buckets[number].take(index)
-        self.shown.show(index)
-        if not self._syncs:
-            return
-        current = self._begin_pass()
+
+    def _arrived_in(self, current: Pass, index: int, number: int) -> None:
+        """Send the buckets that are full up to the next one that is not: of the bucket that has become full now, or
+        of those that had to wait for it."""
         current.missing[number].discard(index)
         if self.filled is not None and not current.missing[number] and number not in self.filled:
             self.filled.append(number)
@@ -406,8 +200,11 @@ class BucketManager:
         self._end_pass()
 
     def _launch(self, current: Pass, number: int) -> None:
-        """Start to reduce a bucket. It has left once its collective has begun. A rank without memory for that raises,
-        and begins it in ``zero_grad()``: the other ranks wait for all that they have begun."""
+        """Start to reduce a bucket. Nothing else does; ``model._transients`` computes the bytes of this order.
+
+        A bucket has left once its collective has begun. A rank without memory for that raises, and begins it in
+        ``zero_grad()``: the other ranks wait for all that they have begun.
+        """
         self._check_joins()
         with self._guarded():
             # A bucket in flight keeps its buffer, so the oldest arrives first, or backward would fill the memory.

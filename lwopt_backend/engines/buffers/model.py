@@ -1,11 +1,10 @@
-"""What buckets do with a model: checks, hooks, the meeting of ranks before a step, the report, and bytes of a rank."""
+"""What buckets do with a model: checks, the meeting of ranks before a step, the report, and the bytes of a rank."""
 
 from __future__ import annotations
 
 import gc
 import math
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,14 +19,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lwopt_backend.config.hosts import NAME, PlainConfig
 from lwopt_backend.engines import report
-from lwopt_backend.engines.buffers.bucket_manager import (
-    IN_FLIGHT,
-    BackwardPasses,
-    BucketManager,
-    Hook,
-    is_followed,
-    remove_with,
-)
+from lwopt_backend.engines.buffers.bucket_manager import IN_FLIGHT
+from lwopt_backend.engines.buffers.hooks import BackwardPasses, is_followed
 from lwopt_backend.engines.buffers.step import BufferCore, PlannedSet
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.grouping import ADVICE, Grouping, InModel, Member
@@ -294,78 +287,6 @@ class StepMeeting:
         return presences, disagreement(everyone, self._name, self.options.lines(groups)) if differ else None
 
 
-# Hooks on a model whose parameters are views of buffers: every reader of parameters waits for them first.
-
-
-def wait_in_forward(model: nn.Module, manager: BucketManager) -> None:
-    """A called module waits for the parameters that it reads; one that is saved, loaded or copied waits for all.
-
-    A module reads its own, and those of submodules that were never called, because it may use their weights, as
-    ``nn.MultiheadAttention`` uses those of its output projection.
-    """
-    numbers = {id(param): manager.bucket_of[index] for index, param in enumerate(manager.params)}
-    own = {}
-    for module in model.modules():
-        own[id(module)] = {numbers[id(p)] for p in module.parameters(recurse=False) if id(p) in numbers}
-    called: set[int] = set()
-    handles: list[Any] = []
-    for module in model.modules():
-        handles.append(module.register_forward_pre_hook(Hook(manager, _before_call, own, called)))
-        handles.append(module.register_state_dict_pre_hook(Hook(manager, _before_reading)))
-        handles.append(module.register_load_state_dict_pre_hook(Hook(manager, _before_reading)))
-        module.__dict__["__getstate__"] = _StateForCopies(manager, module)
-        handles.append(module.__dict__["__getstate__"])
-    remove_with(manager, handles)
-
-
-def tell_when_loaded(model: nn.Module, loaded: Callable[[], None]) -> list[Any]:
-    """Call ``loaded``, a bound method, after weights were loaded into the model or a part of it."""
-    method = loaded.__func__  # type: ignore[attr-defined]
-    hook = Hook(loaded.__self__, lambda owner, *args: method(owner))  # type: ignore[attr-defined]
-    handles = [module.register_load_state_dict_post_hook(hook) for module in model.modules()]
-    remove_with(loaded.__self__, handles)  # type: ignore[attr-defined]
-    return handles
-
-
-def _before_call(
-    manager: BucketManager, own: Mapping[int, set[int]], called: set[int], module: nn.Module, *args: Any
-) -> None:
-    called.add(id(module))
-    if manager.returning:
-        within = [m for m in module.modules() if m is module or id(m) not in called]
-        manager.receive_values(set().union(*(own.get(id(m), ()) for m in within)))
-
-
-def _before_reading(manager: BucketManager, *args: Any) -> None:
-    manager.receive_values()
-
-
-class _StateForCopies:
-    """A module's ``__getstate__``, which ``copy`` and ``pickle`` call: waits for its parameters first."""
-
-    def __init__(self, manager: BucketManager, module: nn.Module) -> None:
-        earlier = module.__dict__.get("__getstate__")
-        others = earlier._managers if isinstance(earlier, _StateForCopies) else ()
-        self._managers: list[weakref.ref[BucketManager]] = [*others, weakref.ref(manager)]
-        self._module = weakref.ref(module)
-
-    def remove(self) -> None:
-        """Once its manager is gone. The module keeps one that waits for another."""
-        module = self._module()
-        found = None if module is None else module.__dict__.get("__getstate__")
-        if isinstance(found, _StateForCopies) and not any(reference() for reference in found._managers):
-            del module.__dict__["__getstate__"]
-
-    def __call__(self) -> dict[str, Any]:
-        module = self._module()
-        assert module is not None
-        for manager in filter(None, (reference() for reference in self._managers)):
-            manager.receive_values()
-        of_class = getattr(type(module), "__getstate__", None)
-        state = module.__dict__ if of_class is None else of_class(module)
-        return {key: value for key, value in state.items() if value is not self}
-
-
 # What is printed when the buckets are made: the routing, the layout with its reason, and what each rank owns.
 
 
@@ -460,8 +381,8 @@ def _transients(
 ) -> list[int]:
     """Per rank of an instance, the bytes that a backward pass needs in addition to the gradients that it keeps.
 
-    By ``BucketManager``'s rules, if gradients come one after another from the last parameter to the first. Buckets then
-    leave in the plan's order from the first backward pass on.
+    By the rules of ``BucketManager._launch``, if gradients come one after another from the last parameter to the first.
+    Buckets then leave in the plan's order from the first backward pass on.
     """
     buckets, in_place = plan.buckets, plan.group_size == 1 and not keep_full  # the buffer is the sum
     bucket_of = {slot.param: number for number, bucket in enumerate(buckets) for slot in bucket.slots}

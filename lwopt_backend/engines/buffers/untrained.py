@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lwopt_backend.engines.buffers.bucket_manager import is_followed
+from lwopt_backend.engines.buffers.hooks import is_followed
 from lwopt_backend.engines.buffers.step import WHAT, ParamSet, set_number
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import Collectives, Pending
