@@ -250,7 +250,7 @@ def _whole(name: object, state: Any) -> dict[str, Tensor]:
 
 
 def _is_part(value: Tensor) -> bool:
-    """Whether it is a DTensor, or a rank's pieces of a tensor (``engines.buffers.state.PartialTensor``)."""
+    """Whether it is a DTensor, or a rank's pieces of a tensor (``engines.buffers.partial.PartialTensor``)."""
     return hasattr(value, "full_tensor") or hasattr(value, "boxes")
 
 

@@ -291,7 +291,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         return self._owned.engine
 
     def _everyone(self) -> Collectives:
-        return self.core.planned_sets[0].rank_groups.everyone
+        return self.core.everyone
 
     _with_these_groups = _everyone
 

@@ -147,7 +147,7 @@ def save_parts(core: BufferCore, groups: Groups) -> dict[str, Any]:
         "single_partition_of_fp32_groups": weights,
         "param_slice_mappings": places,
         "group_paddings": [0] * count,
-        "partition_count": [core.planned_sets[0].rank_groups.everyone.world_size] * count,
+        "partition_count": [core.everyone.world_size] * count,
         CHECKPOINT_KEY: _owner_states(core),
     }
 
@@ -160,7 +160,7 @@ def _is_copy(core: BufferCore) -> bool:
 
 def save_whole(core: BufferCore, groups: Groups) -> dict[str, Any]:
     """All weights and states by name, on the first rank. Called on all ranks."""
-    everyone = core.planned_sets[0].rank_groups.everyone
+    everyone = core.everyone
     states: dict[str, dict[str, Tensor]] = {member.name: {} for member in core.members}
     for number, key, whole in gathered(core, groups):
         if everyone.rank == 0:

@@ -17,6 +17,7 @@ from lwopt_backend.engines.base import loaded, saved
 from lwopt_backend.engines.buffers import model as of_model
 from lwopt_backend.engines.buffers.gradients import BufferGradients
 from lwopt_backend.engines.buffers.hooks import Hook, remove_with, tell_when_loaded, wait_in_forward
+from lwopt_backend.engines.buffers.loading import take_state
 from lwopt_backend.engines.buffers.model import (
     StepMeeting,
     check_model,
@@ -25,7 +26,7 @@ from lwopt_backend.engines.buffers.model import (
     check_trained,
 )
 from lwopt_backend.engines.buffers.shown import gradients_shown
-from lwopt_backend.engines.buffers.state import BufferStore, held_state, state_of, take_state
+from lwopt_backend.engines.buffers.state import BufferStore, held_state, state_of
 from lwopt_backend.engines.buffers.step import BufferCore, ParamSet
 from lwopt_backend.engines.buffers.untrained import Buffers, broadcast_untrained
 from lwopt_backend.groups.choices import Rules
@@ -262,4 +263,4 @@ class PlainOptimizer(LayerWiseOptimizer):
         return dict(self._manager.ledger.sent)
 
     def _everyone(self) -> Collectives:
-        return self.core.planned_sets[0].rank_groups.everyone
+        return self.core.everyone

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor
 
 from lwopt_backend import LayerWiseOptimizer
-from lwopt_backend.engines.buffers.state import PartialTensor
+from lwopt_backend.engines.buffers.partial import PartialTensor
 from lwopt_backend.integrations import fsdp2
 from tests.support.checkpoint_contents import same
 from tests.support.fsdp2 import shard, weights_of, whole

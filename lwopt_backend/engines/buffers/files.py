@@ -32,16 +32,9 @@ from lwopt_backend.checkpoint.dcp.saving import Values, entries_of
 from lwopt_backend.checkpoint.dcp.state_dicts import Saved
 from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.checkpoint.ties import RECORD
-from lwopt_backend.engines.buffers.state import (
-    Found,
-    Names,
-    PartialTensor,
-    by_member,
-    checked_state,
-    names_of,
-    put_state,
-    state_pieces,
-)
+from lwopt_backend.engines.buffers.loading import Found, checked_state, put_state
+from lwopt_backend.engines.buffers.partial import PartialTensor
+from lwopt_backend.engines.buffers.state import Names, by_member, names_of, state_pieces
 from lwopt_backend.engines.buffers.step import BufferCore
 from lwopt_backend.engines.buffers.untrained import broadcast_untrained, untrained
 from lwopt_backend.groups import Groups
@@ -64,7 +57,7 @@ def save(core: BufferCore, groups: Groups, model: nn.Module, folder: Path, more:
 
     Called on all ranks. An error on any rank is raised on all of them; the folder then keeps its earlier content.
     """
-    everyone = core.planned_sets[0].rank_groups.everyone
+    everyone = core.everyone
     core.manager.receive_values()
     names, options = names_of(core, groups), common_options(core, groups)
     pieces = {piece.member: piece for piece in state_pieces(core)}
@@ -138,7 +131,7 @@ def common_options(core: BufferCore, groups: Groups) -> dict[str, dict[str, Any]
     Raises, on all of them, RanksDisagree if options differ between ranks, and ValueError if ``torch.load`` cannot read
     them back.
     """
-    everyone = core.planned_sets[0].rank_groups.everyone
+    everyone = core.everyone
     options = ({key: value for key, value in group.items() if key not in UNSAVED} for group in groups)
     mine = {k: {**of, "rule": rule_of(g)} for k, of, g in zip(core.group_keys, options, groups)}
 
@@ -210,7 +203,7 @@ def load(
     other parameters, rules or groups; with ``check``, for wrong checksums. A file that cannot be read later is an error
     on all ranks, which take no step before a load succeeds.
     """
-    everyone = core.planned_sets[0].rank_groups.everyone
+    everyone = core.everyone
     names, others = names_of(core, groups), others_of(core, model)
     elsewhere = {name for of_rank in everyone.gather_objects(list(others)) for name in of_rank}
 
@@ -251,7 +244,7 @@ def load(
 def _take(core: BufferCore, take: Callable[[], None]) -> None:
     """Call ``take`` on all ranks; if it fails on one, all ranks raise, and take no step before a load succeeds."""
     core.half_loaded = True
-    check_on_all(core.planned_sets[0].rank_groups.everyone, LOADING, take)
+    check_on_all(core.everyone, LOADING, take)
 
 
 @dataclass(frozen=True)
@@ -283,7 +276,7 @@ def _fitting(
             f"{where}: expected weights and an optimizer's state, found weights alone; load them into the model with "
             "torch.distributed.checkpoint.load, before the optimizer is made, which then begins with new state"
         )
-    _take_tied(saved, tied, core.planned_sets[0].rank_groups.everyone.rank == 0)
+    _take_tied(saved, tied, core.everyone.rank == 0)
     check_fits(where, *_params_of(names, saved))
     known = {*saved.weights, *(key.removeprefix(f"{MODEL}.") for key in saved.keys.others)}
     for key in [*names.keys.values(), *others, *saved.weights]:

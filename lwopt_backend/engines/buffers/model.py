@@ -257,7 +257,7 @@ class StepMeeting:
                 f"{fewest[0]} on others, {alike[0]} on this rank; run equally many on all, or accumulate under "
                 "no_sync()"
             )
-        everyone = self._core.planned_sets[0].rank_groups.everyone
+        everyone = self._core.everyone
         if any_problem:
             rank, said = next((rank, said) for rank, said in enumerate(everyone.gather_objects(mine)) if said)
             return presences, StepRefused(f"{self._name}: {said} (rank {rank})")
@@ -331,7 +331,7 @@ def memory_of_all(core: BufferCore, groups: Sequence[Mapping[str, Any]]) -> list
         mine += memories_of(core, groups, planned)[planned.rank_groups.instance.rank]
     kept = sum(bucket.grad_nbytes for bucket in core.manager.buckets)
     mine = replace(mine, transient=max(0, core.manager.ledger.most_held - kept))
-    return core.planned_sets[0].rank_groups.everyone.gather_objects(mine)
+    return core.everyone.gather_objects(mine)
 
 
 def memories_of(core: BufferCore, groups: Sequence[Mapping[str, Any]], planned: PlannedSet) -> list[RankMemory]:

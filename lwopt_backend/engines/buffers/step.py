@@ -337,7 +337,7 @@ class BufferCore:
             buffers.rank_groups.everyone.broadcast(buffers.values)
             buffers.refresh_masters()
         self.half_loaded = False
-        self.saves = Saves(self.planned_sets[0].rank_groups.everyone, self.plan_digest)
+        self.saves = Saves(self.everyone, self.plan_digest)
         self.row_scaling = grouping.row_scaling()
         self.stepper = BufferStepper(self.members, grouping.groups, self.manager, config, self.row_scaling)
         self.gradients = BufferGradients(self.manager, self.planned_sets[0].rank_groups)
@@ -416,6 +416,11 @@ class BufferCore:
         """Copy the parameters' values into the fp32 masters of 16-bit parameters."""
         for bucket in self.manager.buckets:
             bucket.refresh_masters()
+
+    @property
+    def everyone(self) -> Collectives:
+        """All ranks: those of the first set, which has the dense parameters."""
+        return self.planned_sets[0].rank_groups.everyone
 
     @property
     def plan_digest(self) -> str:

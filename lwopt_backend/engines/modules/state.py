@@ -18,7 +18,7 @@ from torch import Tensor
 from lwopt_backend.checkpoint.dcp import saving
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.engines.buffers.files import LOADING, SAVING, check_readable, opened
-from lwopt_backend.engines.buffers.state import PartialTensor
+from lwopt_backend.engines.buffers.partial import PartialTensor
 from lwopt_backend.engines.fsdp2.plan import as_shard
 from lwopt_backend.engines.fsdp2.state import box_of
 from lwopt_backend.runtime.agreement import check_on_all

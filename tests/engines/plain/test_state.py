@@ -34,7 +34,9 @@ from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.engines.buffers import files as buffers_files
 from lwopt_backend.engines.buffers import step
-from lwopt_backend.engines.buffers.state import put_state, state_pieces
+from lwopt_backend.engines.buffers.hooks import Hook
+from lwopt_backend.engines.buffers.loading import put_state
+from lwopt_backend.engines.buffers.state import state_pieces
 from lwopt_backend.migration import load_pieces
 from lwopt_backend.runtime.agreement import RanksDisagree
 from tests.engines.plain.test_experts import MoE, expert_optimizer, one_pass, sharded, sharers_of_experts
@@ -653,13 +655,22 @@ def test_file_of_one_rank_is_told_and_loaded_in_part() -> None:
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("earlier", ["owned.state\nPieces", "buffers.state\nPartialTensor"])
 @on_ranks(2)
-def test_state_dict_pickled_under_the_earlier_name_loads(weights_only: bool) -> None:
-    """Its tensors' class was ``Pieces`` in ``engines.owned.state``."""
+def test_state_dict_pickled_under_an_earlier_name_loads(weights_only: bool, earlier: str) -> None:
+    """Its tensors' class was ``Pieces`` in ``engines.owned.state``, then in ``engines.buffers.state``."""
     (_, optimizer), (_, other), file = trained(), trained(0), io.BytesIO()
     torch.save(optimizer.state_dict(), file, _use_new_zipfile_serialization=False)  # which has names and no sizes
-    now, then = b"lwopt_backend.engines.buffers.state\nPartialTensor\n", b"lwopt_backend.engines.owned.state\nPieces\n"
+    now, then = b"engines.buffers.partial\nPartialTensor\n", f"engines.{earlier}\n".encode()
     assert now in file.getvalue()
-    earlier = io.BytesIO(file.getvalue().replace(now, then))
-    other.load_state_dict(torch.load(earlier, weights_only=weights_only))
+    renamed = io.BytesIO(file.getvalue().replace(now, then))
+    other.load_state_dict(torch.load(renamed, weights_only=weights_only))
     assert same(owned_state(other)[0], owned_state(optimizer)[0])
+
+
+def test_hooks_pickled_under_an_earlier_name_load() -> None:
+    """As in a whole model that ``torch.save`` has written."""
+    now, then = b"engines.buffers.hooks\n", b"engines.buffers.bucket_manager\n"
+    pickled_hook = pickle.dumps(Hook(io.BytesIO, print), protocol=0)
+    assert now in pickled_hook
+    assert pickle.loads(pickled_hook.replace(now, then))("nothing") is None
