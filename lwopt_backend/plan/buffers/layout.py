@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NoReturn, get_args
 
 from lwopt_backend.plan.atoms import Atom
 
@@ -26,7 +26,8 @@ class BufferParam:
     parts: tuple[tuple[int, int], ...] = ()
 
 
-LAYOUTS = ("auto", "padded", "compact")
+Layout = Literal["auto", "padded", "compact"]  # as an option; auto is one of the others
+LAYOUTS = get_args(Layout)
 ALIGNMENT = 64  # elements; every matrix starts on a multiple, as in Megatron-Core (cuBLASLt wants 128 bytes in bf16)
 
 
@@ -67,6 +68,20 @@ def aligned_shard(numel: int, shards: int, end: int = BUCKET_END) -> int:
 
 Kind = Literal["matrix", "elementwise"]
 BucketLayout = Literal["padded", "compact"]
+
+
+def never(layout: NoReturn) -> NoReturn:
+    """At the end of every choice by the layout: mypy tells where a new one is missing."""
+    raise AssertionError(layout)
+
+
+def place_numel(numel: int, layout: BucketLayout) -> int:
+    """The elements of a bucket's buffer that a parameter takes."""
+    if layout == "padded":
+        return aligned(numel)
+    if layout == "compact":
+        return numel
+    never(layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +195,7 @@ def arrange_matrices(
         size = max(sum(aligned(numel) for _, numel in mine) for mine in of_ranks)
         size = aligned_shard(size, shards, end)
         parts = [(rank * size, (rank + 1) * size) for rank in range(shards)]
-    else:
+    elif layout == "compact":
         of_ranks = [
             sorted(mine, key=lambda member: member[1] % ALIGNMENT > 0) if len(mine) > 1 else mine for mine in of_ranks
         ]
@@ -190,11 +205,13 @@ def arrange_matrices(
         for rank in sorted(range(shards), key=lambda r: sizes[r] % ALIGNMENT > 0):
             parts[rank] = (filled, filled + sizes[rank])
             filled += sizes[rank]
+    else:
+        never(layout)
     slots = []
     for (start, _), mine in zip(parts, of_ranks):
         for param, numel in mine:
             slots.append(Slot(param, start, numel))
-            start += aligned(numel) if layout == "padded" else numel
+            start += place_numel(numel, layout)
     return Bucket("matrix", layout, dtype, tuple(slots), tuple(parts), max(stop for _, stop in parts))
 
 
@@ -207,11 +224,13 @@ def arrange_elementwise(
     slots, end = [], 0
     for param, numel in members:
         slots.append(Slot(param, end, numel))
-        end += aligned(numel) if layout == "padded" else numel
+        end += place_numel(numel, layout)
     if layout == "padded":
         size = aligned_shard(-(-end // shards), shards, multiple)
-        parts = [(rank * size, (rank + 1) * size) for rank in range(shards)]
-        return Bucket("elementwise", layout, dtype, tuple(slots), tuple(parts), shards * size)
-    size = aligned(-(-end // shards))
+        end = shards * size
+    elif layout == "compact":
+        size = aligned(-(-end // shards))
+    else:
+        never(layout)
     parts = [(min(end, rank * size), min(end, (rank + 1) * size)) for rank in range(shards)]
     return Bucket("elementwise", layout, dtype, tuple(slots), tuple(parts), end)

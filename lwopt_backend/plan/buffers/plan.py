@@ -17,11 +17,13 @@ from lwopt_backend.plan.buffers.layout import (
     Bucket,
     BucketLayout,
     BufferParam,
+    Layout,
     Slot,
     aligned,
     arrange_elementwise,
     arrange_matrices,
     imbalance,
+    never,
 )
 from lwopt_backend.plan.cost import MACHINES, Machine
 
@@ -131,7 +133,7 @@ class BufferPlan:
 def plan_buffers(
     params: Sequence[BufferParam],
     ranks: int,
-    layout: str,
+    layout: Layout,
     bucket_numel: int,
     group_size: int | None = None,
     base: Sequence[int] | None = None,
@@ -154,7 +156,7 @@ def plan_buffers(
     buckets: list[Bucket] = []
     loads = [0] * size
     choices: list[str] = []
-    cut = layout != "padded" and any(param.parts for param in params)
+    cut = layout in ("auto", "compact") and any(param.parts for param in params)
     if cut:
         buckets, loads, choices = split_buckets(params, bucket_numel, before)
     backwards = range(len(params))[::-1]
@@ -189,7 +191,7 @@ def plan_buffers(
 def _matrix_buckets(
     params: Sequence[BufferParam],
     members: Sequence[int],
-    layout: str,
+    layout: Layout,
     bucket_numel: int,
     before: Sequence[int],
     machine: Machine,
@@ -216,27 +218,27 @@ def _matrix_buckets(
         owners = []
         for start, stop in zip([0, *ends], ends):
             owners += deal_padded(numels[start:stop], costs[start:stop], loads)
-    else:
+    elif layout == "compact":
         ends = ends_where_full(numels, ranks, bucket_numel)
         owners = deal(numels, costs, loads, sum(numels))
-    kind: BucketLayout = "padded" if layout == "padded" else "compact"
+    else:
+        never(layout)
     sizes = [(index, params[index].numel) for index in members]
     dtype = params[members[0]].dtype
     spans = [slice(start, stop) for start, stop in zip([0, *ends], ends)]
-    buckets = [arrange_matrices(sizes[s], owners[s], ranks, kind, dtype, end) for s in spans]
+    buckets = [arrange_matrices(sizes[s], owners[s], ranks, layout, dtype, end) for s in spans]
     return buckets, [load - had for load, had in zip(loads, before)]
 
 
 def _elementwise_bucket(
-    params: Sequence[BufferParam], members: Sequence[int], ranks: int, layout: str, end: int
+    params: Sequence[BufferParam], members: Sequence[int], ranks: int, layout: Layout, end: int
 ) -> Bucket:
     """A bucket of element-wise parameters; ``auto`` works as for matrices."""
     sizes, dtype = [(index, params[index].numel) for index in members], params[members[0]].dtype
-    if layout != "compact":
+    if layout == "auto":
         padded = arrange_elementwise(sizes, ranks, "padded", dtype, end)
-        if layout == "padded" or (ranks > 1 and _padding([padded]) <= MOST_PADDING):
-            return padded
-    return arrange_elementwise(sizes, ranks, "compact", dtype)
+        layout = "padded" if ranks > 1 and _padding([padded]) <= MOST_PADDING else "compact"
+    return arrange_elementwise(sizes, ranks, layout, dtype, end)
 
 
 def _pays(padded: Sequence[Bucket], compact: Sequence[Bucket], ranks: int, machine: Machine) -> bool:
