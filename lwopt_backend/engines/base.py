@@ -31,6 +31,13 @@ def machine_for(device: torch.device) -> Machine:
     return machine_of("cpu" if device.type in IMMEDIATE else "cuda")
 
 
+# Elements of equal matrices that a rule takes at once on an accelerator; more of them save launches, and need memory.
+# 2^24 was the first default of ZeRO's ``bucket_numel``, when a bucket was a batch. FSDP2 has had 2^26 since its first
+# version. No measurement chose either. Modelled launches decide how many buckets a plan has, so another number would
+# give plans of today another digest.
+BATCH_NUMEL = 2**24
+
+
 def batch_numel_on(device: torch.device, numel: int) -> int:
     """The elements that a rule takes at once: ``numel`` on an accelerator, those of one matrix on a CPU."""
     return 0 if device.type in IMMEDIATE else numel

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from lwopt_backend.config.hosts import PlainConfig, ZeROConfig
-from lwopt_backend.engines.buffers import step as buffers_step
+from lwopt_backend.engines.base import BATCH_NUMEL
 from lwopt_backend.engines.buffers.model import rank_memories
 from lwopt_backend.engines.buffers.step import members_of, plan_lines, plan_members
 from lwopt_backend.engines.fsdp2 import plan as mesh
 from lwopt_backend.engines.fsdp2.plan import MeshMember, MeshPlan, by_wire, following, mesh_state_nbytes, plan_mesh
 from lwopt_backend.engines.report import on_blocks, on_copies, on_peers, on_pieces, on_stacks
-from lwopt_backend.engines.zero import plan as flat
 from lwopt_backend.engines.zero.plan import GroupPlan, plan_group, unit_layouts
 from lwopt_backend.groups.grouping import Member
 from lwopt_backend.groups.registry import MATRIX_RULES, atoms_of, build_matrix_rules
@@ -251,7 +250,7 @@ def plan_zero_share(name: str, shared: Share, ranks: int, setting: Setting) -> P
             buffer_numel=sum(map(_stored, matrices)) * ranks,
             host=_zero_traffic(matrices, ranks, setting, stage),
             spread=stage == 3,
-            batch_numel=_batch(setting, flat.BATCH_NUMEL),
+            batch_numel=_batch(setting, BATCH_NUMEL),
         )
     return Planned(
         name,
@@ -354,7 +353,7 @@ def _part(name: str, plan: BufferPlan, members: Sequence[Member], shared: Share,
     config = setting.config
     assert isinstance(config, PlainConfig)
     placed = _plain_placed(plan, members, shared, setting)
-    batch_numel = _batch(setting, buffers_step.BATCH_NUMEL)
+    batch_numel = _batch(setting, BATCH_NUMEL)
     works = workspaces(placed, batch_numel, travel=False)
     in_order = sorted(zip(placed.buckets, (atom.name for atom in placed.atoms), placed.owners), key=lambda row: row[0])
     machine, elements = setting.machine, setting.elements

@@ -14,7 +14,7 @@ from torch import Tensor
 from lwopt_backend.checkpoint.contents import MASTER
 from lwopt_backend.config.hosts import BufferConfig, HostConfig
 from lwopt_backend.engines import report
-from lwopt_backend.engines.base import batch_numel_on, machine_for
+from lwopt_backend.engines.base import BATCH_NUMEL, batch_numel_on, machine_for
 from lwopt_backend.engines.buffers.bucket_manager import BucketManager
 from lwopt_backend.engines.buffers.gradients import BufferGradients
 from lwopt_backend.engines.buffers.saves import Saves
@@ -118,8 +118,6 @@ def plan_lines(members: Sequence[Member], plan: BufferPlan) -> list[str]:
 
 
 # One step on one rank, bucket by bucket.
-
-BATCH_NUMEL = 2**24  # elements of equal matrices that go through the rule together on an accelerator
 
 
 class BufferStepper:

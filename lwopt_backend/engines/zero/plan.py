@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.config.hosts import ZeROConfig
-from lwopt_backend.engines.base import batch_numel_on
+from lwopt_backend.engines.base import BATCH_NUMEL, batch_numel_on
 from lwopt_backend.groups import registry
 from lwopt_backend.groups.param_groups import ElementwiseGroups
 from lwopt_backend.plan import (
@@ -229,7 +229,6 @@ def _plan_atoms(
 
 # Steps of planned parameters, whose state is in flat tensors on this rank.
 
-BATCH_NUMEL = 2**24  # elements that a rule takes at once on an accelerator
 KIND = 0  # of all matrices of a unit, which have one rule
 
 Stored = TypeVar("Stored", bound="Tensor | Sequence[Tensor]")
