@@ -341,7 +341,7 @@ class FlatEngine(Engine):
     @property
     def matrix_steppers(self) -> list[tuple[MatrixStepper, MatrixPlan]]:
         """As on ``MeshEngine``."""
-        found = [(stepper.matrices, stepper._plan.matrices) for _, _, stepper, _ in self._units]
+        found = [(stepper.matrix_stepper, stepper._plan.matrices) for _, _, stepper, _ in self._units]
         return [(stepper, plan) for stepper, plan in found if stepper and plan]
 
     def backward(self) -> None:

@@ -17,6 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.deepspeed.files import NAMES, inner, load_mapping
+from lwopt_backend.checkpoint.deepspeed.zero import MARK
 from lwopt_backend.checkpoint.files.pickles import options
 from lwopt_backend.config.hosts import THESE_OF_BUCKETS
 from lwopt_backend.engines.buffers.step import BufferCore
@@ -26,7 +27,6 @@ from lwopt_backend.integrations.deepspeed.tensors import mark
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import TO_DO, check_fits
 
-MARK = "lwopt.owned"  # the key of a checkpoint of owned storage
 BY_UNIVERSAL = "convert the folder with lwopt convert SRC DST --to universal, and load DST"
 CONVERT, CONVERT_OWNED = (
     f"{what} needs DeepSpeed's universal format: {BY_UNIVERSAL}"

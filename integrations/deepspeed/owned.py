@@ -14,6 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch import Tensor
 
+from lwopt_backend.checkpoint.deepspeed.zero import MARK
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.engines import report
 from lwopt_backend.engines.base import picked
@@ -29,7 +30,6 @@ from lwopt_backend.groups.grouping import Grouping, group_parameters
 from lwopt_backend.groups.param_groups import as_configured, settings_lines
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import tensors
-from lwopt_backend.integrations.deepspeed.checkpoints import MARK
 from lwopt_backend.integrations.deepspeed.gradients import watch
 from lwopt_backend.integrations.deepspeed.optimizer import EngineOptimizer
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse_owned

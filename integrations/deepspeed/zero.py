@@ -106,16 +106,18 @@ class ZeROStore(StateStore):
 
     def take_owner_states(self, states: OwnerStates) -> None:
         for params, (stepper, _) in zip(self.units, self._stepped):
-            if stepper.matrices is not None:
+            if stepper.matrix_stepper is not None:
                 places = [(param.name, place) for param in params for place in range(len(param.blocks))]
-                owned = {atom: places[atom] for atom in stepper.matrices.owned}  # the others are not read
-                stepper.matrices.owner_state.take({a: states.get(name, {}).get(i) for a, (name, i) in owned.items()})
+                owned = {atom: places[atom] for atom in stepper.matrix_stepper.owned}  # the others are not read
+                stepper.matrix_stepper.owner_state.take(
+                    {a: states.get(name, {}).get(i) for a, (name, i) in owned.items()}
+                )
 
     def forget_owner_states(self, names: Collection[str]) -> None:
         for params, (stepper, _) in zip(self.units, self._stepped):
-            if stepper.matrices is not None:
+            if stepper.matrix_stepper is not None:
                 of_atoms = [param.name for param in params for _ in param.blocks]
-                stepper.matrices.owner_state.take({a: None for a, name in enumerate(of_atoms) if name in names})
+                stepper.matrix_stepper.owner_state.take({a: None for a, name in enumerate(of_atoms) if name in names})
 
     def publish(self) -> None:
         engine = self._binding.engine
@@ -174,7 +176,7 @@ def save_whole(binding: Binding, states: Mapping[Tensor, Mapping[str, Any]]) -> 
 
 def owner_states(steppers: Iterable[Stepper]) -> dict[str, dict[str, Any]]:
     """The owner state of this rank's matrices, by matrix name."""
-    return {k: v for s in steppers if s.matrices for k, v in s.matrices.owner_state.by_name().items()}
+    return {k: v for s in steppers if s.matrix_stepper for k, v in s.matrix_stepper.owner_state.by_name().items()}
 
 
 def save_matrices(binding: Binding, held: Mapping[str, dict[str, Any]] | None) -> dict[str, Any]:
@@ -212,7 +214,7 @@ def take_owner_states(
     """Send the results of ``owner_states`` of all ranks to the current owners. ``rules`` are by param group."""
     owned: list[dict[str, tuple[OwnerState, int]]] = [{} for _ in binding.ranks]
     for unit, stepper in zip(binding.units, steppers):
-        planned, matrices = unit.plan.matrices, stepper.matrices
+        planned, matrices = unit.plan.matrices, stepper.matrix_stepper
         if planned is not None and matrices is not None and keeps_state(rules[unit.group]):
             names = {planned.atoms[atom].name: (matrices.owner_state, atom) for atom in matrices.owned}
             owned[binding.ranks.index(unit.ranks)].update(names)

@@ -347,7 +347,7 @@ class Matrices:
             of_batch = [given.pieces[atom] for atom in batch.atoms]
             copy_all(parts_like(parts, batch.places, of_batch), joined(of_batch).values)
 
-    def advance(self, batches: Sequence[Batch], given: Given) -> None:
+    def accumulate(self, batches: Sequence[Batch], given: Given) -> None:
         """Accumulate the gradients into the element-wise state, where another rank sends the direction."""
         for batch in batches:
             rule, of_batch = given.rules[batch.kind], [given.pieces[atom] for atom in batch.atoms]
@@ -508,7 +508,7 @@ class MatrixStepper:
             packing = self._packing(bucket, given)
             self.matrices.pack_directions(packing.parts, places.sent, given)
             travelling.append(way.send(packing))
-        self.matrices.advance(places.copies, given)
+        self.matrices.accumulate(places.copies, given)
         if isinstance(self._first_rule(bucket, given), WeightRule):
             with phase(way.label):
                 packing = self._packing(bucket, given)

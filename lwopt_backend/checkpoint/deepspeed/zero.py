@@ -322,7 +322,7 @@ def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
 # At stages 1 and 2 a rank's file has the pieces of parameters that it owns, each in its own group; at stage 0 the
 # file of model states has everything whole. Both have names of parameters, and their matrices.
 
-MARK = "lwopt.owned"  # the key of a checkpoint's description of itself
+MARK = "lwopt.owned"  # the key under which a checkpoint of owned storage describes itself
 
 
 def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.engines.buffers.hooks import _NoHook as _NoHook  # by which pickles of models know it
-from lwopt_backend.engines.buffers.marks import Shown
+from lwopt_backend.engines.buffers.marks import ShownMarks
 from lwopt_backend.plan.buffers.layout import Bucket
 from lwopt_backend.runtime.buffers import BucketBuffers, Ledger, RankGroups
 from lwopt_backend.runtime.exchange import Beside
@@ -80,7 +80,7 @@ class BucketManager:
         ]
         self.order: Sequence[int] = range(len(buckets))
         self.filled: list[int] | None = []
-        self.places = [param.data_ptr() for param in params]
+        self.data_ptrs = [param.data_ptr() for param in params]
         self.bucket_of = {slot.param: n for n, bucket in enumerate(buckets) for slot in bucket.slots}
         self.reduces: Callable[[], bool] | None = None  # the host's answer to whether the next pass reduces
         self.pass_ended: Callable[[], None] | None = None  # called on all ranks, once the buckets of a pass have left
@@ -103,7 +103,7 @@ class BucketManager:
         self._touched = [False] * len(params)  # had a gradient on this rank since the last drop_gradients()
         self._stale: set[int] = set()  # parameters of whose gradients earlier passes are to be forgotten
         self.changes = 0  # a sum over all that was done to gradients; ranks compare it
-        self.shown = Shown(params, keep_full)
+        self.shown = ShownMarks(params, keep_full)
         tasks = (self._reducing, self.returning)
         weakref.finalize(self, _close, tasks, params, self.shown.marks).atexit = False
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 
-class Shown:
+class ShownMarks:
     """Which of ``params`` show a gradient for the step, if nobody has removed it. There are no ``marks`` under
     DeepSpeed, and with ``keeps_full``, where param.grad is the gradient itself."""
 

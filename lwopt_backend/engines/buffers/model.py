@@ -91,10 +91,10 @@ def check_trained(grouping: Grouping, caller: str = NAME) -> None:
         raise ValueError(f"{caller}: expected parameters on one device, found {places}; move the model to one")
 
 
-def moved(names: Sequence[str], params: Sequence[Tensor], places: Sequence[int]) -> str | None:
+def moved(names: Sequence[str], params: Sequence[Tensor], data_ptrs: Sequence[int]) -> str | None:
     """A sentence about a parameter that is no longer a view of its buffer; None if all are."""
-    for name, param, place in zip(names, params, places):
-        if param.data_ptr() != place:
+    for name, param, data_ptr in zip(names, params, data_ptrs):
+        if param.data_ptr() != data_ptr:
             return f"parameter {name!r} was moved or has new data (model.to(), param.data = ...); {ADVICE}"
     return None
 
@@ -222,7 +222,7 @@ class StepMeeting:
         want to use their gradients; those get an error.
         """
         manager = self._manager
-        mine = self._in_model.replaced() or moved(manager.names, manager.params, manager.places)
+        mine = self._in_model.replaced() or moved(manager.names, manager.params, manager.data_ptrs)
         if mine is None and self._passes.interrupted:
             mine = "a backward pass ended in an exception; all gradients are dropped, on all ranks"
         if mine is None and manager.lost:

@@ -258,12 +258,12 @@ class UnitStepper(Generic[Stored]):
         self._device = device
         self._elementwise = ElementwiseGroups()
         self._quantized_keys: Sequence[str] = ()
-        self.matrices: MatrixStepper | None = None
+        self.matrix_stepper: MatrixStepper | None = None
         if plan.matrices is not None:
             rule_device = torch.device("cpu") if config.ns_device == "cpu" else device
             batch = batch_numel_on(rule_device, BATCH_NUMEL)
             kinds = [KIND] * len(plan.matrices.atoms)
-            self.matrices = MatrixStepper(
+            self.matrix_stepper = MatrixStepper(
                 plan.matrices,
                 kinds,
                 collectives,
@@ -306,8 +306,8 @@ class UnitStepper(Generic[Stored]):
 
     @property
     def _quantized(self) -> QuantizedState:
-        assert self.matrices is not None
-        return self.matrices.matrices.quantized
+        assert self.matrix_stepper is not None
+        return self.matrix_stepper.matrices.quantized
 
     def _in_flat(self) -> Iterator[tuple[int, Sequence[View]]]:
         """By matrix, the places of its state in this rank's flat state."""
@@ -376,7 +376,7 @@ class GroupStepper(UnitStepper[Tensor]):
         """One step from the flat tensor's ``grad``."""
         planned, grad = self._plan.matrices, self._stored.grad
         assert grad is not None
-        if self.matrices is None or planned is None:
+        if self.matrix_stepper is None or planned is None:
             self._elementwise.step(0, group, [Slices(self._stored, grad, state)], self._weights)
             return
         rule = registry.build_matrix_rule(group, self._config)
@@ -386,4 +386,4 @@ class GroupStepper(UnitStepper[Tensor]):
             assert isinstance(layout, (Partition, BlockLayout))
             views = [layout.views(atom, rank) for atom in range(len(planned.atoms))]
             self._regions = flat_regions(views, self._stored.numel())
-        self.matrices.step(Given({KIND: rule}, self._regions.cut(elements)))
+        self.matrix_stepper.step(Given({KIND: rule}, self._regions.cut(elements)))

@@ -174,11 +174,11 @@ class MatrixReplicas(ReplicatedStepper):
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any], out: Collection[str] = ()) -> None:
         """One step from the parameters' gradients, which are equal on all ranks."""
-        assert self.matrices is not None
+        assert self.matrix_stepper is not None
         rule = build_matrix_rule(group, self._config)
         pieces = _WholePieces(self, {key: state[key] for key in rule.stored_keys})
         skipped = frozenset(atom for atom, name in enumerate(self._names) if name in out)
-        self.matrices.step(Given({KIND: rule}, pieces, skipped))
+        self.matrix_stepper.step(Given({KIND: rule}, pieces, skipped))
 
     def pieces_of(self, state: Mapping[str, Tensor], atom: int) -> Pieces:
         """A whole matrix, or its shard, with its state if this rank keeps it."""
