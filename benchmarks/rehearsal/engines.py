@@ -264,7 +264,7 @@ class MeshEngine(Engine):
     @property
     def matrix_steppers(self) -> list[tuple[MatrixStepper, MatrixPlan]]:
         """The steppers of matrices in their order, each with its plan."""
-        return [(each.stepper, each.plan) for each in self.optimizer._steppers]
+        return [(each.matrix_stepper, each.plan) for each in self.optimizer._steppers]
 
     def train(self, passes: Passes) -> None:
         self.play(passes)

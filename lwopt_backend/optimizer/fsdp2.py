@@ -255,7 +255,7 @@ class MeshOptimizer(LayerWiseOptimizer):
             if not state_dict["state"]:  # saved before the first state: start fresh
                 self.state_store().forget_owner_states([name for name, _ in self.named_params()])
                 for stepper in self._steppers:
-                    stepper.stepper.matrices.quantized.forget()
+                    stepper.matrix_stepper.matrices.quantized.forget()
                 self.state = {}
                 self._make_state()
             held = [group["params"] for group in self.param_groups]

@@ -69,7 +69,7 @@ class Empty:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class CallArguments:
     """What a ``forward`` is called with, by name; ``Empty`` stands for a tensor. ``first`` are given by position."""
 
     by_name: Mapping[str, Any]
@@ -107,7 +107,7 @@ class Given:
         made = {name: of(value, name) for name, value in self.by_name.items()}
         return [made.pop(name) for name in self.first], made, whose, constant
 
-    def filled(self, other: Given) -> Given:
+    def filled(self, other: CallArguments) -> CallArguments:
         """With the values of another where this one has None, other than rotations, of which there may be none."""
         missing = {
             name: value
@@ -116,7 +116,7 @@ class Given:
         }
         return replace(self, by_name={**self.by_name, **missing}) if missing else self
 
-    def changed(self, name: str, value: Any) -> Given:
+    def changed(self, name: str, value: Any) -> CallArguments:
         return replace(self, by_name={**self.by_name, name: value})
 
     @property
@@ -135,7 +135,7 @@ def taken(module: nn.Module) -> list[inspect.Parameter]:
     return [each for each in every if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
 
 
-def likely(module: nn.Module, params: Sequence[inspect.Parameter], width: int) -> Iterator[Given]:
+def likely(module: nn.Module, params: Sequence[inspect.Parameter], width: int) -> Iterator[CallArguments]:
     """Likely arguments, the likeliest first."""
     inside = (getattr(one, name, None) for one in modules_of(module).values() for name in OF_HEADS)
     size = next((size for size in inside if type(size) is int and size > 0), 2)
@@ -154,7 +154,7 @@ def likely(module: nn.Module, params: Sequence[inspect.Parameter], width: int) -
         value = Empty((*lead, width))
         given = {each.name: _value(each, number, value, rotation, layer) for number, each in enumerate(params)}
         given.update((each.name, value) for each in params if filled and given[each.name] is None and is_input(each))
-        yield Given(given, positional)
+        yield CallArguments(given, positional)
 
 
 def _value(param: inspect.Parameter, number: int, value: Empty, rotation: Any, layer: int) -> Any:
@@ -207,12 +207,12 @@ class Failure:
 
 
 def repairs(
-    given: Given,
+    given: CallArguments,
     failure: Failure,
     params: Sequence[inspect.Parameter],
     sizes: Sequence[int],
     images: Sequence[int] = (),
-) -> Iterator[Given]:
+) -> Iterator[CallArguments]:
     """Changes of one argument that may bring the next run further, the likeliest first.
 
     ``sizes`` are likely widths, the module's own first, ``images`` likely heights.
@@ -251,7 +251,7 @@ def _first(param: inspect.Parameter, sizes: Sequence[int], way: int) -> Any:
     return found[-1]
 
 
-def _asked_for(given: Given, failure: Failure, images: Sequence[int]) -> Iterator[Given]:
+def _asked_for(given: CallArguments, failure: Failure, images: Sequence[int]) -> Iterator[CallArguments]:
     """What the operation that failed wanted."""
     shapes = [shape for shape, _ in failure.operands]
     if failure.packet is aten.im2col:
@@ -304,7 +304,7 @@ BEYOND = re.compile(r"index (\d) is out of bounds for dimension 0 with size (\d+
 UNPACKED = re.compile(r"not enough values to unpack \(expected (\d), got (\d)\)")
 
 
-def _unpacked(given: Given, failure: Failure, images: Sequence[int]) -> Iterator[Given]:
+def _unpacked(given: CallArguments, failure: Failure, images: Sequence[int]) -> Iterator[CallArguments]:
     """Images and videos, where code takes the dimensions of what it is given apart."""
     if (said := UNPACKED.search(str(failure.error))) is None:
         return
@@ -328,7 +328,7 @@ def _unequal(packet: Any, ours: Sequence[int], theirs: Sequence[int]) -> Iterato
             yield have, want
 
 
-def _resized(given: Given, name: str, have: int, want: int, batched: bool) -> Iterator[Given]:
+def _resized(given: CallArguments, name: str, have: int, want: int, batched: bool) -> Iterator[CallArguments]:
     """An argument, or the members of a pair, with ``want`` in place of one dimension of ``have``.
 
     Not of the first of three or more, if it is ``batched``: a convolution would take one image for a batch of channels.
@@ -342,7 +342,7 @@ def _resized(given: Given, name: str, have: int, want: int, batched: bool) -> It
             yield given.changed(name, type(old)(made for _ in old) if several else made)  # type: ignore[misc,union-attr]
 
 
-def _as_a_part(given: Given, name: str, have: int, want: int) -> Iterator[Given]:
+def _as_a_part(given: CallArguments, name: str, have: int, want: int) -> Iterator[CallArguments]:
     """An argument that makes ``want`` inputs of ``have``, where these are a concatenation of it with something else, or
     the patches of an image with all its channels."""
     old = given.by_name.get(name)

@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from lwopt_backend.routing.arguments import Empty, Given
+from lwopt_backend.routing.arguments import CallArguments, Empty
 from lwopt_backend.routing.models import called
 
 EXPECTED = "(args, kwargs): a tuple of a module's arguments, and a dictionary of those by name"
-_REMEMBERED: WeakKeyDictionary[nn.Module, Given] = WeakKeyDictionary()
+_REMEMBERED: WeakKeyDictionary[nn.Module, CallArguments] = WeakKeyDictionary()
 
 
 def remember(model: nn.Module, example: Any) -> None:
@@ -22,7 +22,7 @@ def remember(model: nn.Module, example: Any) -> None:
     _REMEMBERED[model] = _of_module(model, example)
 
 
-def examples_of(model: nn.Module, example: Any = None) -> dict[nn.Module, Given]:
+def examples_of(model: nn.Module, example: Any = None) -> dict[nn.Module, CallArguments]:
     """The example of each module that is called: one of the model, or a list of them, one for each module of a list.
 
     Raises TypeError for anything else, and for arguments that a module's ``forward`` does not take; ValueError for
@@ -41,7 +41,7 @@ def examples_of(model: nn.Module, example: Any = None) -> dict[nn.Module, Given]
     return {module: _of_module(module, one) for module, one in zip(modules, several) if one is not None}
 
 
-def _of_module(module: nn.Module, example: Any) -> Given:
+def _of_module(module: nn.Module, example: Any) -> CallArguments:
     """Raises TypeError unless ``example`` is arguments with which ``module`` can be called."""
     given = as_given(example)
     inner = getattr(module, "_orig_mod", module)  # torch.compile's wrapper takes anything
@@ -60,14 +60,14 @@ def _of_module(module: nn.Module, example: Any) -> Given:
     return given
 
 
-def as_given(example: Any) -> Given:
+def as_given(example: Any) -> CallArguments:
     """Raises TypeError unless ``example`` is arguments by position and by name."""
     if not _is_one(example):
         raise TypeError(f"example: expected {EXPECTED}; found {_found(example)}")
     args, kwargs = example
     first = tuple(str(number) for number in range(len(args)))
     by_name = {**dict(zip(first, map(shapes_of, args))), **{name: shapes_of(value) for name, value in kwargs.items()}}
-    return Given(by_name, first)
+    return CallArguments(by_name, first)
 
 
 def _is_one(example: Any) -> bool:
@@ -119,7 +119,7 @@ def _like(value: Mapping[Any, Any], found: dict[Any, Any]) -> Any:
     return made
 
 
-def lines(examples: Mapping[nn.Module, Given]) -> Iterator[str]:
+def lines(examples: Mapping[nn.Module, CallArguments]) -> Iterator[str]:
     """What ranks compare of their examples."""
     for number, given in enumerate(examples.values()):
         yield f"example of module {number}: {given.key}"

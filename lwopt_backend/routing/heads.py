@@ -36,7 +36,7 @@ OF_FEWER = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_n_heads", "
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class AttentionHeads:
     """How many outputs a head has in every part of a weight, by the part's name, ``""`` if it is not fused.
 
     ``number`` heads share the outputs of a part without a size. ``as_one``: a head's outputs are those of all parts, as
@@ -103,12 +103,12 @@ def named_as_heads(name: str) -> bool:
     return not KIND.keys().isdisjoint(name.split(".")[-2:])
 
 
-def heads_in(model: nn.Module, fused: Mapping[int, Fusion], ranks: int = 1) -> dict[int, Heads]:
+def heads_in(model: nn.Module, fused: Mapping[int, Fusion], ranks: int = 1) -> dict[int, AttentionHeads]:
     """The heads of attention's weights, by the weight's id; those of output projections are not among them.
 
     ``fused`` are the known parts of weights. Modules on ``ranks`` tensor-parallel ranks may count the heads of one.
     """
-    found: dict[int, Heads] = {}
+    found: dict[int, AttentionHeads] = {}
     for module in modules_of(model).values():
         names = KIND.keys() & {*vars(module), *module._modules, *module._parameters}
         kinds = {KIND[name] for name in names}
@@ -159,20 +159,20 @@ class _Declared:
         return frozenset({*own, *(count * self.ranks for count in own), *configured} - {0})
 
 
-def _heads(declared: _Declared, kind: str, fusion: Fusion, latent: bool) -> Heads:
+def _heads(declared: _Declared, kind: str, fusion: Fusion, latent: bool) -> AttentionHeads:
     """``kind`` is what the weight makes, ``latent`` whether its module is latent attention."""
     module, counts = declared.module, declared.counts
     whose = type(module).__name__
     if latent and kind in ("latent", "query"):
         names = ("qk_nope_head_dim", "v_head_dim" if kind == "latent" else "qk_rope_head_dim")
         both = [declared.first([name], [module, *declared.configs]) for name in names]
-        return Heads(whose, {"": sum(both) if all(both) else 0}, 0, counts, as_one=True)
+        return AttentionHeads(whose, {"": sum(both) if all(both) else 0}, 0, counts, as_one=True)
     if kind == "fused" and not fusion.outputs:
         why = f": {fusion.why}" if fusion.why else ""
-        return Heads(whose, problem=f"is not known by how it lays out this fused weight{why}")
+        return AttentionHeads(whose, problem=f"is not known by how it lays out this fused weight{why}")
     parts = [part for part, _ in fusion.outputs] or [""]
     of_values = {part: part in ("v", "z") or kind == "value" for part in parts}
     sizes = {part: declared.size(OF_VALUES if of_value else OF_KEYS) for part, of_value in of_values.items()}
     # The parts of a known fused weight fit its module, and so does a size of that module.
     fits = bool(fusion.outputs) and declared.first(OF_KEYS, [module]) > 0
-    return Heads(whose, sizes, declared.number, frozenset() if fits else counts)
+    return AttentionHeads(whose, sizes, declared.number, frozenset() if fits else counts)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lwopt_backend.config.atoms import AtomSettings, Division
 from lwopt_backend.plan.atoms import Block, Grid, divided, equal, grouped, matrices_of, repeated, undivided
 from lwopt_backend.routing.fused import Fusion, fused_weights
-from lwopt_backend.routing.heads import Heads, heads_in, named_as_heads, none_found, unknown
+from lwopt_backend.routing.heads import AttentionHeads, heads_in, named_as_heads, none_found, unknown
 from lwopt_backend.routing.models import all_lora
 from lwopt_backend.routing.routing import Route, blocks_of, check_globs, full_shape, named, named_parameters, warn
 from lwopt_backend.routing.shown import Shown, Truth
@@ -142,7 +142,9 @@ def divide_by_name(
     return {route.name: _divided(route, settings, None) for route in routes if route.kind == "matrix"}
 
 
-def _divided(route: Route, settings: AtomSettings, fused: Fusion | None, heads: Heads | None = None) -> Divided:
+def _divided(
+    route: Route, settings: AtomSettings, fused: Fusion | None, heads: AttentionHeads | None = None
+) -> Divided:
     setting = settings.of(route.names)
     shape = route.shape if setting is not None and setting[1] in ("stack", "flatten") else route.joined
     if setting is not None:

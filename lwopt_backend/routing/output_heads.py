@@ -38,7 +38,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class OutputHeads:
     """The output heads of a model, by the ids of weights; and those of weights that may be heads, if nobody can tell:
     what the model returns, or its last linear."""
 
@@ -60,7 +60,7 @@ def output_heads(
     rows: frozenset[int] | None = None,
     shown: Shown | None = None,
     decided: Collection[int] = (),
-) -> Heads:
+) -> OutputHeads:
     """The output heads, with the reason for each.
 
     A head of several layers (a classifier with a hidden one) is its last linear; a list of heads is the last linear of
@@ -75,7 +75,7 @@ def output_heads(
         both = {key: replace(by_name[key], truth="library") for key in by_name.keys() & by_library.keys()}
         heads = {**by_name, **heads, **by_library, **both}
     if shown is None:
-        return Heads(heads)
+        return OutputHeads(heads)
     return _by_runs(model, shown, heads, decided, is_part=rows is not None)
 
 
@@ -95,7 +95,7 @@ def _with_rows(model: nn.Module, rows: frozenset[int] | None) -> Iterator[tuple[
 
 def _by_runs(
     model: nn.Module, shown: Shown, heads: Mapping[int, Head], decided: Collection[int], *, is_part: bool
-) -> Heads:
+) -> OutputHeads:
     """The heads with what runs show: on an example, before all else; on a guess, of weights that nothing tells."""
     found, settled = dict(heads), {*decided}
     for module, ids, _ in shown.heads("example"):
@@ -109,7 +109,7 @@ def _by_runs(
     doubtful = {key for key, head in found.items() if head.doubtful and head.truth == "name"}
     is_open = bool(linears or bare or doubtful)
     if not is_open or is_part or shown.has_example or _is_tied(model) or _is_told(model, found):
-        return Heads(found)
+        return OutputHeads(found)
     unclear: frozenset[int] = frozenset()
     ran = 0
     for module, ids, reads in shown.heads("guess"):
@@ -121,7 +121,7 @@ def _by_runs(
             unclear |= ids
     if linears and not found and ran < len(called(model)):
         unclear |= _last_of(model, linears, shown)
-    return Heads(found, unclear - found.keys())
+    return OutputHeads(found, unclear - found.keys())
 
 
 def _last_of(model: nn.Module, linears: Sequence[int], shown: Shown) -> set[int]:

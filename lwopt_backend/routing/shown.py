@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from lwopt_backend.routing.arguments import Given
+from lwopt_backend.routing.arguments import CallArguments
 from lwopt_backend.routing.copies import Shape
 from lwopt_backend.routing.examples import as_given
 from lwopt_backend.routing.models import called, modules_of
@@ -87,7 +87,9 @@ class Sight:
 class Shown:
     """What runs show of the weights of ``model``, lazily."""
 
-    def __init__(self, model: nn.Module, shape: Shape, examples: Mapping[nn.Module, Given] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, shape: Shape, examples: Mapping[nn.Module, CallArguments] | None = None
+    ) -> None:
         self._model, self._examples = model, examples or {}
         self._modules = modules_of(model, remove_duplicate=False)
         self._runs = Runs(shape)
@@ -190,7 +192,7 @@ class Shown:
         return [(module, run) for module, run in self._on_examples if run.error is not None]
 
 
-def dummy(module: nn.Module) -> Given | None:
+def dummy(module: nn.Module) -> CallArguments | None:
     """transformers' own dummy inputs of a model."""
     if not any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__):
         return None

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lwopt_backend.routing.arguments import Failure, Given, image_sizes, likely, repairs, taken, widths
+from lwopt_backend.routing.arguments import CallArguments, Failure, image_sizes, likely, repairs, taken, widths
 from lwopt_backend.routing.copies import Kinds, Shape, bare, codes, dtype_of, thin
 from lwopt_backend.routing.follow import Follow
 from lwopt_backend.routing.meta import OnMeta
@@ -137,7 +137,7 @@ class Runs:
         self._paid[kind] = found.cost
         return found
 
-    def on(self, module: nn.Module, given: Given) -> Run:
+    def on(self, module: nn.Module, given: CallArguments) -> Run:
         """The run on these arguments: of a few of many layers that are alike, or of all, if that stops."""
 
         def made() -> Run:
@@ -179,7 +179,7 @@ class _Search:
         self._images = [*dict.fromkeys(image_sizes(module))]
         self._left, self._tried = ALL_OPERATIONS, dict[Any, Run]()
         self._nodes: list[_Node] = []
-        self._found, self._given = Run({}, None, 0), Given({})
+        self._found, self._given = Run({}, None, 0), CallArguments({})
         convolutions = (one for one in modules_of(module).values() if isinstance(one, nn.modules.conv._ConvNd))
         self._channels = tuple(dict.fromkeys(one.in_channels for one in convolutions))
 
@@ -198,7 +198,7 @@ class _Search:
         self._repair(TRIES)
         return replace(self._found, cost=ALL_OPERATIONS - self._left)
 
-    def _run(self, given: Given) -> Run:
+    def _run(self, given: CallArguments) -> Run:
         if given.key not in self._tried:
             one, failure = run(self._module, self._shape, given, self._kinds)
             self._tried[given.key] = one
@@ -232,7 +232,7 @@ class _Node:
     """A run that stopped, and what could be changed in its arguments."""
 
     run: Run
-    changes: Iterator[Given]
+    changes: Iterator[CallArguments]
     tries: int = 0
     is_done: bool = False
 
@@ -246,7 +246,9 @@ def _sizes(module: nn.Module, shape: Shape) -> Iterator[int]:
             yield from shape(param)[-2:]
 
 
-def run(module: nn.Module, shape: Shape, given: Given, kinds: Kinds | None = None) -> tuple[Run, Failure | None]:
+def run(
+    module: nn.Module, shape: Shape, given: CallArguments, kinds: Kinds | None = None
+) -> tuple[Run, Failure | None]:
     """Run a copy of ``module``; and why it stopped, if it did.
 
     With ``kinds``, of many layers that are alike a few run, and stand for the others.

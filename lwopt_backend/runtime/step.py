@@ -196,7 +196,7 @@ def wait_for(travelling: Iterable[Arrival | PartsPending | Underway | None]) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class StepInput:
     """What one step is given: rules by kind, and this rank's pieces by atom."""
 
     rules: Rules
@@ -334,27 +334,27 @@ class Matrices:
 
     # Of pieces in a buffer, given as its flat ``parts``, in the order of its segments
 
-    def pack_directions(self, parts: Parts, batches: Sequence[Batch], given: Given) -> None:
+    def pack_directions(self, parts: Parts, batches: Sequence[Batch], given: StepInput) -> None:
         """Advance the state, and copy the direction of this rank's fragment of each atom into its part."""
         for batch in batches:
             of_batch = [given.pieces[atom] for atom in batch.atoms]
             directions = self._directions(given.rules[batch.kind], batch.atoms, of_batch)
             copy_alike(parts_like(parts, batch.places, of_batch), directions)
 
-    def pack_values(self, parts: Parts, batches: Sequence[Batch], given: Given) -> None:
+    def pack_values(self, parts: Parts, batches: Sequence[Batch], given: StepInput) -> None:
         """Copy this rank's fragment of the weight of each atom into its part."""
         for batch in batches:
             of_batch = [given.pieces[atom] for atom in batch.atoms]
             copy_all(parts_like(parts, batch.places, of_batch), joined(of_batch).values)
 
-    def accumulate(self, batches: Sequence[Batch], given: Given) -> None:
+    def accumulate(self, batches: Sequence[Batch], given: StepInput) -> None:
         """Accumulate the gradients into the element-wise state, where another rank sends the direction."""
         for batch in batches:
             rule, of_batch = given.rules[batch.kind], [given.pieces[atom] for atom in batch.atoms]
             with self.quantized.opened(rule.quantized, batch.atoms, of_batch) as (grads, values, states):
                 rule.accumulate_all(grads, values, states)
 
-    def sums(self, parts: Parts, places: Places, given: Given) -> dict[int, Tensor]:
+    def sums(self, parts: Parts, places: Places, given: StepInput) -> dict[int, Tensor]:
         """``sums_of`` this rank's fragment of each counted atom whose rule uses norms, with its part of the updates."""
         found: dict[int, Tensor] = {}
         for batch in places.returned:
@@ -369,7 +369,7 @@ class Matrices:
         return found
 
     def apply(
-        self, parts: Parts, batches: Sequence[Batch], given: Given, sums: Mapping[int, Tensor] | None = None
+        self, parts: Parts, batches: Sequence[Batch], given: StepInput, sums: Mapping[int, Tensor] | None = None
     ) -> None:
         """Decay this rank's fragment of each atom, and apply its part of the updates. ``sums`` are those of the whole
         matrices, for rules that use norms."""
@@ -460,7 +460,7 @@ class MatrixStepper:
         self.owner_state = self.matrices.owner_state
 
     @torch.no_grad()
-    def step(self, given: Given) -> None:
+    def step(self, given: StepInput) -> None:
         """Update weights and state in what is ``given``. Called on all ranks, which skip the same atoms."""
         with self.window(given) as window:
             window.advance()
@@ -469,21 +469,21 @@ class MatrixStepper:
             while window.advance():
                 pass
 
-    def window(self, given: Given) -> Window:
+    def window(self, given: StepInput) -> Window:
         """The buckets of a step, in the plan's order."""
         own = self.in_blocks(given.rules)
         given = replace(given, skipped=given.skipped | own)
         travel = [number for number, atoms in enumerate(self._plan.buckets) if not own.issuperset(atoms)]
         return Window(self._exchanged(number, given) for number in travel)
 
-    def step_in_place(self, given: Given) -> None:
+    def step_in_place(self, given: StepInput) -> None:
         """The step of matrices that do not travel, through views: those that this rank stores whole and owns, and its
         own blocks of others."""
         self._step_local([atom for atom in self._local if atom not in given.skipped], given)
         if own := self.in_blocks(given.rules) - given.skipped:
             self._step_own([atom for atom in self._own if atom in own], given)
 
-    def _exchanged(self, bucket: int, given: Given) -> Task:
+    def _exchanged(self, bucket: int, given: StepInput) -> Task:
         """The step of a bucket whose matrices travel: direction | wire | transform at the owner | wire | apply."""
         travelling: list[Arrival] = []
         try:
@@ -500,7 +500,7 @@ class MatrixStepper:
 
     # Before the wire, where elements are stored
 
-    def _depart(self, bucket: int, given: Given, travelling: list[Arrival]) -> None:
+    def _depart(self, bucket: int, given: StepInput, travelling: list[Arrival]) -> None:
         """Start sending a bucket's directions to the owners, and its weights if its rule is a ``WeightRule``. What has
         left is ``travelling``, also if the rule raises after that."""
         way, places = self._to_owners[bucket], self._places(bucket, given.skipped)
@@ -515,14 +515,14 @@ class MatrixStepper:
                 self.matrices.pack_values(packing.parts, places.sent, given)
                 travelling.append(way.send(packing))
 
-    def _packing(self, bucket: int, given: Given) -> Packing:
+    def _packing(self, bucket: int, given: StepInput) -> Packing:
         """The buffers of what is sent to the owners."""
         places, dtype = self._places(bucket, given.skipped), self._first_rule(bucket, given).exchange_dtype
         return self._to_owners[bucket].packing(dtype, _device_of(places.sent, given.pieces), zeros=places.skips_sent)
 
     # At the owner
 
-    def _update_owned(self, bucket: int, arriving: list[Arrival], given: Given) -> Arrival:
+    def _update_owned(self, bucket: int, arriving: list[Arrival], given: StepInput) -> Arrival:
         """Wait, update the matrices of a bucket that this rank owns, and start sending their updates back. Empties
         ``arriving``, so that the buffers of what has arrived are free while a rule computes."""
         places, way = self._places(bucket, given.skipped), self._back[bucket]
@@ -556,14 +556,14 @@ class MatrixStepper:
 
     # After the wire, where elements are stored
 
-    def _apply_returned(self, bucket: int, returning: Arrival, given: Given) -> None:
+    def _apply_returned(self, bucket: int, returning: Arrival, given: StepInput) -> None:
         """Wait, decay the weights, and apply the updates."""
         places = self._places(bucket, given.skipped)
         with phase(returning.way.label):
             parts = returning.parts(_device_of(places.returned, given.pieces))
             self.matrices.apply(parts, places.returned, given, self._sums(places, parts, given))
 
-    def _sums(self, places: Places, parts: Parts, given: Given) -> Mapping[int, Tensor] | None:
+    def _sums(self, places: Places, parts: Parts, given: StepInput) -> Mapping[int, Tensor] | None:
         """``sums_of`` the whole matrices of a bucket, added over the ranks, if its rules use norms: 24 bytes each."""
         by_norms = {kind for kind, rule in given.rules.items() if rule.by_norms}
         atoms = [atom for atom in places.active if self._kinds[atom] in by_norms] if by_norms else []
@@ -578,7 +578,7 @@ class MatrixStepper:
 
     # Matrices that do not travel
 
-    def _step_local(self, atoms: Sequence[int], given: Given) -> None:
+    def _step_local(self, atoms: Sequence[int], given: StepInput) -> None:
         self.matrices.step(atoms, given.rules, given.pieces)
 
     def in_blocks(self, rules: Rules) -> frozenset[int]:
@@ -605,7 +605,7 @@ class MatrixStepper:
         pairs = zip(self._kinds, zip(atoms, self._plan.atoms))
         return self._new_matrices(atoms, [kind if own is whole else ~kind for kind, (own, whole) in pairs])
 
-    def _step_own(self, atoms: Sequence[int], given: Given) -> None:
+    def _step_own(self, atoms: Sequence[int], given: StepInput) -> None:
         """Update this rank's blocks by the rule of blocks, a block that is the whole matrix by that of matrices."""
         of_blocks = {~kind: rule.blocks for kind, rule in given.rules.items() if rule.blocks is not None}
         self._own_matrices.step(atoms, {**given.rules, **of_blocks}, given.pieces)
@@ -619,7 +619,7 @@ class MatrixStepper:
             self._buckets[bucket] = BucketPlaces(self._plan, rank, bucket, out.transfer, back, batches)
         return self._buckets[bucket].without(skipped)
 
-    def _first_rule(self, bucket: int, given: Given) -> MatrixRule:
+    def _first_rule(self, bucket: int, given: StepInput) -> MatrixRule:
         """A rule of the bucket, all of whose rules have equal exchanges."""
         return given.rules[self._kinds[self._plan.buckets[bucket][0]]]
 

@@ -57,8 +57,7 @@ def nbytes(tensors: list[Tensor]) -> int:
 def state_of(optimizer: Any) -> int:
     """With what is kept in 8 bits, of which FSDP2 shows tensors without memory."""
     steppers = getattr(optimizer, "_steppers", [])
-    of_zero, of_meshes = (steppers.values(), []) if isinstance(steppers, dict) else ([], steppers)
-    every = [*(each.matrices for each in of_zero), *(each.stepper for each in of_meshes)]
+    every = [each.matrix_stepper for each in (steppers.values() if isinstance(steppers, dict) else steppers)]
     tensors = [tensor for each in every if each is not None for tensor in each.matrices.quantized.tensors()]
     tensors += [tensor for state in optimizer.state.values() for tensor in state.values() if not tensor.is_meta]
     return nbytes(tensors)

@@ -26,7 +26,7 @@ from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.exchange import ways_back, ways_to_owners
 from lwopt_backend.runtime.pieces import Regions, Slices, flat_regions
 from lwopt_backend.runtime.places import Batches
-from lwopt_backend.runtime.step import Given, MatrixStepper
+from lwopt_backend.runtime.step import MatrixStepper, StepInput
 from tests.support.cells import cells
 from tests.support.counted import Counted
 from tests.support.on_ranks import on_ranks
@@ -63,7 +63,7 @@ def stepped(
     value = value.to(stored)
     for grad in grads:
         slices = Slices(value, grad, state)
-        stepper.step(Given({0: rule}, regions.cut(slices)))
+        stepper.step(StepInput({0: rule}, regions.cut(slices)))
     return slices
 
 
@@ -176,7 +176,7 @@ def test_stepper_is_freed_with_the_last_reference() -> None:
     stepper = MatrixStepper(plan, [0] * len(plan.atoms), Alone(), torch.device("cpu"))
     value, grad, momentum = (random((plan.layout.partition_numel,), seed) for seed in range(3))
     pieces = regions_of(plan, 0).cut(Slices(value, grad, {"momentum_buffer": momentum}))
-    stepper.step(Given({0: rule}, pieces))
+    stepper.step(StepInput({0: rule}, pieces))
     left = weakref.ref(stepper)
     gc.disable()  # which would free it later
     del stepper
@@ -243,7 +243,7 @@ def test_a_step_that_ends_early_waits_for_all_in_flight() -> None:
     started = list[Fails]()
     stepper = MatrixStepper(plan, [0] * len(plan.atoms), Failing(), torch.device("cpu"))
     value, grad = (random((plan.layout.partition_numel,), seed) for seed in range(2))
-    given = Given({0: Signed()}, regions_of(plan, dist.get_rank()).cut(Slices(value, grad, {})))
+    given = StepInput({0: Signed()}, regions_of(plan, dist.get_rank()).cut(Slices(value, grad, {})))
     with pytest.raises(Interrupted), stepper.window(given) as window:
         window.advance()
         window.advance()
@@ -285,7 +285,7 @@ def test_cpu_state_is_copied_once_a_bucket(layout: Any, batch_numel: int) -> Non
         stepper = MatrixStepper(plan, kinds, TorchCollectives(), device, batch_numel=batch_numel)
         value, grad, momentum = (torch.zeros(stored.partition_numel) for _ in range(3))
         slices = Slices(value, grad, {"momentum_buffer": momentum})
-        stepper.step(Given(rules, regions_of(plan, 1).cut(slices)))
+        stepper.step(StepInput(rules, regions_of(plan, 1).cut(slices)))
         local = len(stepper.matrices.batches.of(tuple(plan.local_atoms(1)), rules))
     out = sum(any(way.send_splits) for way in stepper._to_owners)
     back = sum(any(way.receive_splits) for way in stepper._back)

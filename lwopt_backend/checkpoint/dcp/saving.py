@@ -146,7 +146,7 @@ class _Writer(FileSystemWriter):
             with suppress(OSError):
                 path.unlink()
 
-    def seal(self, entries: list[dict[str, manifest.Entry]], step: int | None) -> None:
+    def seal(self, entries: list[dict[str, manifest.FileEntry]], step: int | None) -> None:
         """Write the manifest of the files of all ranks, and remove those of other saves. Called on the first rank."""
         folder = self.files.folder
         try:

@@ -34,7 +34,7 @@ CHUNK = 2**22  # bytes that are read at once
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FileEntry:
     """A file as it was written: its size and its CRC32."""
 
     nbytes: int
@@ -48,7 +48,7 @@ class Manifest:
     folder: Path
     save_id: str
     step: int | None
-    files: Mapping[str, Entry]
+    files: Mapping[str, FileEntry]
 
     @property
     def advice(self) -> str:
@@ -101,7 +101,7 @@ class Files:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, FileEntry] = {}
 
     @contextmanager
     def open(self, name: str) -> Iterator[Summing]:
@@ -112,7 +112,7 @@ class Files:
 
     def add(self, name: str, crc32: int) -> None:
         """Add the entry of a file that has been written."""
-        self.entries[name] = Entry((self.folder / name).stat().st_size, crc32)
+        self.entries[name] = FileEntry((self.folder / name).stat().st_size, crc32)
 
 
 def new_save_id() -> str:
@@ -120,7 +120,7 @@ def new_save_id() -> str:
     return secrets.token_hex(8)
 
 
-def write(folder: Path, files: Mapping[str, Entry], step: int | None, *, save_id: str | None = None) -> None:
+def write(folder: Path, files: Mapping[str, FileEntry], step: int | None, *, save_id: str | None = None) -> None:
     """Write the manifest of ``files``, all of which must exist. The default ``save_id`` is a hash of their entries."""
     listed = {n: {"bytes": e.nbytes, "crc32": f"{e.crc32:08x}"} for n, e in sorted(files.items())}
     save_id = save_id or hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
@@ -151,7 +151,7 @@ def _parsed(path: Path, *_: int) -> Manifest:
         if content.pop("crc32") != _own_crc(content):
             raise ValueError("its own CRC32 is wrong")
         save_id, step, listed = (content[key] for key in ("save_id", "step", "files"))
-        files = {name: Entry(of["bytes"], int(of["crc32"], 16)) for name, of in listed.items()}
+        files = {name: FileEntry(of["bytes"], int(of["crc32"], 16)) for name, of in listed.items()}
         numbers = [*(entry.nbytes for entry in files.values()), step or 0]
         if not isinstance(save_id, str) or not all(type(number) is int for number in numbers):
             raise ValueError("a number or the save's name has another type")

@@ -35,7 +35,7 @@ from lwopt_backend.runtime.places import Rules
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.quantized import QuantizedPiece, part_nbytes, part_of
 from lwopt_backend.runtime.state import StatePiece, keeps_state, with_quantized
-from lwopt_backend.runtime.step import Given, MatrixStepper
+from lwopt_backend.runtime.step import MatrixStepper, StepInput
 
 # Reading an FSDP2 model: its parameters, their meshes, and the box of a parameter that each rank stores.
 
@@ -486,7 +486,7 @@ def _members(
 
 # The parameters of one device mesh: planned together, exchanged over one process group, stepped together.
 
-BATCH_NUMEL = 2**26  # elements that a rule takes at once on an accelerator
+BATCH_NUMEL = 2**26  # elements that a rule takes at once on an accelerator; others: ``base.BATCH_NUMEL``, and why
 States = Mapping[Tensor, dict[str, Any]]
 
 
@@ -521,25 +521,25 @@ class MeshStepper:
             self.members, groups, rules, config, coordinates, machine, loads=loads, earlier=earlier
         )
         self.plan = self.planned.plan
-        self.matrices, self.places = self.planned.matrices, self.planned.places
+        self.member_of_atom, self.places = self.planned.matrices, self.planned.places
         batch = batch_numel_on(self.device, BATCH_NUMEL)
         self._quantized_keys = [*map(registry.quantized_keys, groups)]
         in_8_bits = [number for number, member in enumerate(self.members) if self._quantized_keys[member.group]]
         self._wide = {number: self._state_dtype(self.members[number]) for number in in_8_bits}  # of their gradients
         self._kinds: dict[tuple[int, torch.dtype, torch.dtype], int] = {}  # of matrices, by param group and dtypes
-        kinds = [self._kind(self.members[index]) for index in self.matrices]
+        kinds = [self._kind(self.members[index]) for index in self.member_of_atom]
         apart = self.plan.instances
         self.exchanging = collectives if apart is None else collectives.part(apart.groups()[0])
-        self.stepper = MatrixStepper(
+        self.matrix_stepper = MatrixStepper(
             self.plan, kinds, self.exchanging, self.device, batch_numel=batch, capture=config.capture
         )
         self._regions = self._find_regions()
         self._atoms_of: dict[int, list[int]] = {}  # by member
-        for atom, number in enumerate(self.matrices):
+        for atom, number in enumerate(self.member_of_atom):
             self._atoms_of.setdefault(number, []).append(atom)
         for number, atoms in self._atoms_of.items():
             keys, device = self._quantized_keys[self.members[number].group], local(self.members[number].param).device
-            self.stepper.matrices.quantized.make(keys, atoms, device)
+            self.matrix_stepper.matrices.quantized.make(keys, atoms, device)
         self._units: list[bool] = []  # by member, whether a fully_shard unit reduces its gradient
 
     def check_units(self, params: Collection[int]) -> None:
@@ -574,7 +574,7 @@ class MeshStepper:
         """The atoms whose parameters have no gradient on any rank. Waits for flags only if one has none here."""
         if presence.complete:
             return frozenset()
-        return frozenset(atom for atom, number in enumerate(self.matrices) if not presence(number))
+        return frozenset(atom for atom, number in enumerate(self.member_of_atom) if not presence(number))
 
     def _kind(self, member: MeshMember) -> int:
         key = (member.group, member.param.dtype, self._state_dtype(member))
@@ -586,15 +586,15 @@ class MeshStepper:
 
     def rules_of(self, rules: Mapping[int, MatrixRule]) -> list[MatrixRule]:
         """One rule per matrix of the plan, from the rules of the param groups."""
-        return [rules[self.members[index].group] for index in self.matrices]
+        return [rules[self.members[index].group] for index in self.member_of_atom]
 
     def placed_gradients(self) -> list[Tensor | None]:
         """The members' gradients, with their placements. Called on all ranks, as ``place_gradients``."""
         return place_gradients(member.param for member in self.members)
 
-    def given(self, rules: Rules, states: States, grads: Sequence[Tensor | None]) -> Given:
+    def given(self, rules: Rules, states: States, grads: Sequence[Tensor | None]) -> StepInput:
         """What a step is given, with the ``rules`` of the param groups and the members' ``grads``."""
-        return Given(self.by_kind(rules), _MemberPieces(self, states, grads))
+        return StepInput(self.by_kind(rules), _MemberPieces(self, states, grads))
 
     def pieces_of(self, number: int, states: States, grad: Tensor | None) -> Sequence[Pieces]:
         """This rank's pieces of a member's matrices."""
@@ -610,13 +610,13 @@ class MeshStepper:
         if not (keys := self._quantized_keys[member.group]):
             return {}
         value, cut = local(member.param), self._regions[number].of_matrices(self._atoms_of[number])
-        return self.stepper.matrices.quantized.piece(keys, value.shape, value.dtype, value.device, cut)
+        return self.matrix_stepper.matrices.quantized.piece(keys, value.shape, value.dtype, value.device, cut)
 
     def _find_regions(self) -> dict[int, Regions]:
         """The places of the matrices in each member that has some; many members are alike."""
         found: dict[Hashable, Regions] = {}
         regions = {}
-        for number in dict.fromkeys(self.matrices):
+        for number in dict.fromkeys(self.member_of_atom):
             blocks, sharding = self.members[number].blocks, self.members[number].sharding
             if (blocks, sharding) not in found:
                 box = sharding.box(self._coordinate)
@@ -647,7 +647,7 @@ class _MemberPieces:
         self._cut: dict[int, Sequence[Pieces]] = {}  # by member
 
     def __getitem__(self, atom: int, /) -> Pieces:
-        number = self._stepper.matrices[atom]
+        number = self._stepper.member_of_atom[atom]
         if number not in self._cut:
             self._cut[number] = self._stepper.pieces_of(number, self._states, self._grads[number])
         return self._cut[number][self._stepper.places[atom]]

@@ -60,9 +60,9 @@ class MeshStore(StateStore):
 
     def forget_owner_states(self, names: Collection[str]) -> None:
         for stepper in self._steppers:
-            for atom, index in enumerate(stepper.matrices):
+            for atom, index in enumerate(stepper.member_of_atom):
                 if stepper.members[index].name in names:
-                    stepper.stepper.owner_state.forget(atom)
+                    stepper.matrix_stepper.owner_state.forget(atom)
 
 
 # The check of a state dict before it is loaded.
@@ -143,7 +143,7 @@ Groups = Sequence[Sequence[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class OwnerEntry:
     """A tensor of a matrix's owner state, at ``path`` in it and ``key`` in the parameter's; ``like`` is on meta."""
 
     atom: int
@@ -160,36 +160,36 @@ class OwnerShards:
     """
 
     def __init__(self, stepper: MeshStepper, rules: Mapping[int, MatrixRule]) -> None:
-        self._held, self._ranks, self._device = stepper.stepper.owner_state, stepper.exchanging, stepper.device
+        self._held, self._ranks, self._device = stepper.matrix_stepper.owner_state, stepper.exchanging, stepper.device
         kept = {atom: rule for atom, rule in enumerate(stepper.rules_of(rules)) if keeps_state(rule)}
         self._owned = {a: rule for a, rule in kept.items() if stepper.plan.ownership.owners[a] == self._ranks.rank}
         self.entries = self._entries(stepper) if kept else []  # on all ranks of the mesh, or on none
-        cut = (stepper.members[stepper.matrices[entry.atom]] for entry in self.entries)
+        cut = (stepper.members[stepper.member_of_atom[entry.atom]] for entry in self.entries)
         self.matrices = {m.param: m.matrices for m in cut if m.blocks != matrices_of(m.sharding.shape)}
         self._moving = [entry for entry in self.entries if entry.like.numel()]
         self._plan = _plan_of(self._moving, stepper.plan)
 
-    def _entries(self, stepper: MeshStepper) -> list[Entry]:
+    def _entries(self, stepper: MeshStepper) -> list[OwnerEntry]:
         """The tensors of all owners."""
         check_on_all(stepper.collectives, "the rule's first step", lambda: self._held.make(self._owned))
         mine = [(a, path, tuple(t.shape), t.dtype) for a in self._owned for path, t in self._held.tensors(a).items()]
         of_all = (entry for of_rank in self._ranks.gather_objects(mine) for entry in of_rank)
         found = []
         for atom, path, shape, dtype in sorted(of_all, key=lambda entry: entry[:2]):
-            member = stepper.members[stepper.matrices[atom]]
+            member = stepper.members[stepper.member_of_atom[atom]]
             key = owner_key(path, stepper.places[atom], len(member.blocks))
-            found.append(Entry(atom, path, member.param, key, torch.empty(shape, dtype=dtype, device="meta")))
+            found.append(OwnerEntry(atom, path, member.param, key, torch.empty(shape, dtype=dtype, device="meta")))
         return found
 
-    def save(self) -> Iterator[tuple[Entry, Tensor]]:
+    def save(self) -> Iterator[tuple[OwnerEntry, Tensor]]:
         """Yield each tensor as a DTensor, or whole if the parameter is none. Called on all ranks."""
         tensors = {atom: {p: t.to(self._device) for p, t in self._held.tensors(atom).items()} for atom in self._owned}
-        parts: dict[Entry, Tensor] = {}
+        parts: dict[OwnerEntry, Tensor] = {}
         for index, entry in enumerate(self._moving):
             here = self._plan.layout.fragment(index, self._ranks.rank)
             parts[entry] = torch.empty(here.numel if here else 0, dtype=torch.uint8, device=self._device)
 
-        def fetch(segment: Segment, entry: Entry) -> Tensor:
+        def fetch(segment: Segment, entry: OwnerEntry) -> Tensor:
             return _bytes_in(tensors[entry.atom][entry.path], entry.like.dtype, slice(segment.start, segment.stop))
 
         def deliver(segments: Segments) -> None:
@@ -203,14 +203,14 @@ class OwnerShards:
                 rows = parts[entry].view(entry.like.dtype).view(-1, *entry.like.shape[1:])
             yield entry, _as_dtensor(rows, entry.like.shape, entry.param)
 
-    def load(self, rows: Mapping[Entry, Tensor]) -> None:
+    def load(self, rows: Mapping[OwnerEntry, Tensor]) -> None:
         """Send this rank's rows of all tensors to the owners. Called on all ranks."""
         arrived: dict[int, dict[str, Tensor]] = {atom: {} for atom in self._owned}
         for entry in self.entries:
             if entry.atom in arrived:
                 arrived[entry.atom][entry.path] = torch.empty_like(entry.like, device=self._device)
 
-        def fetch(segment: Segment, entry: Entry) -> Tensor:
+        def fetch(segment: Segment, entry: OwnerEntry) -> Tensor:
             return _bytes_in(rows[entry], entry.like.dtype, self._of_rows(segment))
 
         def deliver(segments: Segments) -> None:
@@ -231,7 +231,7 @@ class OwnerShards:
     def _exchange(
         self,
         ways: Callable[..., list[Way]],
-        fetch: Callable[[Segment, Entry], Tensor],
+        fetch: Callable[[Segment, OwnerEntry], Tensor],
         deliver: Callable[[Segments], object],
     ) -> None:
         if self.entries:
@@ -276,7 +276,7 @@ class BytesInRounds(MatrixPlan):
         return Segment(rows.atom, rows.peer, *parts)
 
 
-def _plan_of(entries: Sequence[Entry], plan: MatrixPlan) -> BytesInRounds:
+def _plan_of(entries: Sequence[OwnerEntry], plan: MatrixPlan) -> BytesInRounds:
     """Plan each tensor as a matrix of bytes with its atom's owner, cut by rows over the dimensions that cut it.
 
     A rank sends at most ``BUCKET_BYTES`` at once. With copies, what all rows of ranks send is in one buffer.

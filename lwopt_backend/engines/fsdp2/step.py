@@ -97,12 +97,12 @@ def step_all(
     try:
         for number, ((stepper, given), presence) in enumerate(zip(now, presences)):
             given = replace(given, skipped=stepper.skipped(presence))
-            with stepper.stepper.window(given) as window:
+            with stepper.matrix_stepper.window(given) as window:
                 window.advance()
                 if number == 0:
                     _step_elementwise(optimizers, groups, steppers, presences, states)
                 window.advance()
-                stepper.stepper.step_in_place(given)
+                stepper.matrix_stepper.step_in_place(given)
                 while window.advance():
                     pass
     finally:  # most ranks have not read their flags
@@ -257,7 +257,7 @@ def described(steppers: Sequence[MeshStepper], counted: Sequence[Counted], reduc
 
 
 def _sentence(stepper: MeshStepper) -> str:
-    plan, elements = stepper.plan, len(stepper.members) - len(set(stepper.matrices))
+    plan, elements = stepper.plan, len(stepper.members) - len(set(stepper.member_of_atom))
     counts = f"{len(plan.atoms)} matrices and {elements} element-wise parameters"
     if stepper.mesh is None:
         return f"Plan: {counts} are plain tensors; every rank steps its own copy."

@@ -37,7 +37,7 @@ from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.pieces import Regions, Slices, flat_regions, view_of
 from lwopt_backend.runtime.quantized import QuantizedPiece, QuantizedState, planned_nbytes
 from lwopt_backend.runtime.state import StatePiece, with_quantized
-from lwopt_backend.runtime.step import Given, MatrixStepper
+from lwopt_backend.runtime.step import MatrixStepper, StepInput
 
 # How ZeRO stores the parameters of a param group, and which of them it steps at a time.
 #
@@ -386,4 +386,4 @@ class GroupStepper(UnitStepper[Tensor]):
             assert isinstance(layout, (Partition, BlockLayout))
             views = [layout.views(atom, rank) for atom in range(len(planned.atoms))]
             self._regions = flat_regions(views, self._stored.numel())
-        self.matrix_stepper.step(Given({KIND: rule}, self._regions.cut(elements)))
+        self.matrix_stepper.step(StepInput({KIND: rule}, self._regions.cut(elements)))

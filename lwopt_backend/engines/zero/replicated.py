@@ -18,7 +18,7 @@ from lwopt_backend.plan.mesh import in_whole
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives, phase, sending
 from lwopt_backend.runtime.pieces import Pieces, Regions, Slices, box_regions
 from lwopt_backend.runtime.state import StatePiece, fill, part_of, with_quantized
-from lwopt_backend.runtime.step import Given
+from lwopt_backend.runtime.step import StepInput
 from lwopt_backend.runtime.tensors import copy_all
 
 # State of replicated parameters in a checkpoint: whole, parameter by parameter, as a single process would save it, for
@@ -178,7 +178,7 @@ class MatrixReplicas(ReplicatedStepper):
         rule = build_matrix_rule(group, self._config)
         pieces = _WholePieces(self, {key: state[key] for key in rule.stored_keys})
         skipped = frozenset(atom for atom, name in enumerate(self._names) if name in out)
-        self.matrix_stepper.step(Given({KIND: rule}, pieces, skipped))
+        self.matrix_stepper.step(StepInput({KIND: rule}, pieces, skipped))
 
     def pieces_of(self, state: Mapping[str, Tensor], atom: int) -> Pieces:
         """A whole matrix, or its shard, with its state if this rank keeps it."""
