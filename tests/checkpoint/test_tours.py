@@ -318,10 +318,7 @@ AS_SAVED: dict[str, Tour] = {
         "muon", native(on("plain", 2, form="nested"), on("fsdp2", 3), on("plain", 4, form="async"), on("plain", 3))
     ),
     "int8, by name": Tour("muon", native(on("plain", 2, form="nested"), on("fsdp2", 3), on("plain", 3)), options=INT8),
-    **{
-        f"int8, {form}": Tour("muon", native(on("fsdp2", 4, form=form), on("fsdp2", 3, form=form)), options=INT8)
-        for form in ("flat", "full")
-    },
+    "int8, flat": Tour("muon", native(on("fsdp2", 4, form="flat"), on("fsdp2", 3, form="flat")), options=INT8),
     "torch, flat": Tour("muon", native(*(on("plain", n, form="flat", **WIDE) for n in (2, 3))), dtype=BF16),
     "several roots": Tour("muon", native(*SHARDED, on("fsdp2", 3), on("fsdp2", 1))),
     "hybrid, apart": Tour("soap", native(APART, SHARDED[1], APART, on("fsdp2", 3))),
