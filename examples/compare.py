@@ -5,8 +5,9 @@ rate is swept. Every run is the real example under the real launcher, in ``runs/
 run's validation loss and the training losses of the two best runs, and loss.png is drawn from it. ``--draw losses.json
 PICTURE`` draws an earlier comparison again.
 
-``--rules [NAME ...]`` compares the published rules instead, all or some: see compare_rules.py. ``--cnn`` compares the
-words for convolutions on a small network: see compare_cnn.py.
+``--rules [NAME ...]`` compares the published rules instead, all or some: see compare_rules.py. ``--ns-methods METHOD
+...`` compares implementations of Newton-Schulz on three seeds. ``--cnn`` compares the words for convolutions on a small
+network: see compare_cnn.py.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument(
         "--rules", metavar="NAME", nargs="*", help="compare published rules, by the names of `lwopt rules`"
     )
+    parser.add_argument("--ns-methods", metavar="METHOD", nargs="+", help="compare implementations of Newton-Schulz")
     parser.add_argument("--cnn", action="store_true", help="compare the words for convolutions on digits")
     parser.add_argument("--draw", metavar=("LOSSES", "PICTURE"), type=Path, nargs=2, help="draw an earlier comparison")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "compare")
@@ -141,6 +143,11 @@ def main() -> None:
         from compare_cnn import compare_cnn
 
         compare_cnn(args.out)
+        return
+    if args.ns_methods:
+        from compare_rules import compare_methods
+
+        compare_methods(args.out, args.ns_methods, passed_on)
         return
     if args.rules is not None:
         from compare_rules import compare_rules

@@ -118,6 +118,27 @@ def compare_rules(folder: Path, names: list[str], passed_on: list[str]) -> None:
     print(f"AdamW's loss is the mean training loss of its last 20 steps, with the same seed; pictures are in {folder}")
 
 
+MUON_RATE, ADAMW_RATE = 0.02, 8e-3  # the best of ``--rules``
+
+
+def compare_methods(folder: Path, methods: list[str], passed_on: list[str]) -> None:
+    """Train Muon with each ``ns_method``, iterating in bfloat16, on all seeds; print the validation losses and write
+    them into ``ns_methods.json``."""
+    config = config_of("Muon", MUON_RATE, ADAMW_RATE)
+    losses: dict[str, list[float]] = {}
+    with tqdm(total=len(methods) * len(SEEDS), unit="run", disable=None) as bar:
+        sweep = Sweep(folder, [*SMALL, *passed_on], bar, fsdp2=True)
+        for method in methods:
+            config["optimizer"]["matrix"] |= {"ns_method": method, "ns_dtype": "bfloat16"}
+            losses[method] = [sweep.run(f"{method}-seed{seed}", config, "--seed", str(seed)) for seed in SEEDS]
+            bar.update(len(SEEDS))
+    write_whole(folder / "ns_methods.json", json.dumps(losses, indent=2).encode())
+    table = Table("ns_method", *(f"seed {seed}" for seed in SEEDS), "mean")
+    for method, found in losses.items():
+        table.add_row(method, *(f"{loss:.4f}" for loss in found), f"{statistics.mean(found):.4f}")
+    Console().print(table)
+
+
 def write_dots(path: Path, rows: dict[str, dict[str, Any]]) -> None:
     """A dot a seed: the validation loss of every rule, best first."""
     import matplotlib

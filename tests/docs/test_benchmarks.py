@@ -61,6 +61,11 @@ def test_predicted_steps_are_those_of_the_results() -> None:
     owned = f"{ms['plain, with passes']}; {ms['plain, overlap_param_gather, with passes']} with `overlap_param_gather`"
     expected = [ms["ZeRO 1, 2"], ms["ZeRO 1, 2"], ms["ZeRO 3"], ms["FSDP2"], owned]
     assert [row[5] for row in table("README", "What it costs")[1:]] == expected
+    ways = [ms[f"FSDP2, `ns_method` `{method}`"] for method in ("auto", "quack-kernels")]
+    options = [{"matrix": {"name": "muon", "ns_method": method}} for method in ("auto", "standard")]
+    flops = [sum(study("llama3.1-8b", "fsdp2", 64, options=given).worst.loads()) for given in options]
+    said = f"has {flops[0] / flops[1]:.2f} of the flops and makes FSDP2's step {ways[0]}, with kernels of the package"
+    assert f"{said} `quack-kernels` {ways[1]};" in " ".join(PAGES["README"].split())
     engines = {"ZeRO 1, 2": "zero1", "ZeRO 3": "zero3", "FSDP2": "fsdp2"}
     planned = []  # the planner's seconds over the clock's
     for model, ranks, engine, taken in [(*row[0].split(", "), row[1], float(row[3])) for row in rows]:
@@ -239,6 +244,14 @@ def test_losses_of_rules_are_those_of_the_results() -> None:
         row = found[name]
         counted = ", ".join("never" if number is None else str(number) for number in row["steps"])
         assert (float(rate), loss, steps) == (row["lr"], f"{statistics.mean(row['losses']):.3f}", counted), name
+
+
+def test_losses_of_ns_methods_are_those_of_the_results() -> None:
+    found = json.loads((RESULTS / "ns_methods.json").read_text())
+    shown = table("benchmarks", "Muon and AdamW", "ns_method")[1:]
+    assert shown == [
+        [f"`{name}`", *(f"{loss:.4f}" for loss in (*each, statistics.mean(each)))] for name, each in found.items()
+    ]
 
 
 # Programs.

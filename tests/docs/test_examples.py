@@ -307,6 +307,16 @@ def test_compare_rules_searches_a_rate_and_trains_three_seeds(tmp_path: Path) ->
     assert "steps to AdamW's" in output and (tmp_path / "rules.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
+def test_compare_trains_ways_of_newton_schulz_on_three_seeds(tmp_path: Path) -> None:
+    options = ["--ns-methods", "standard", "gram", "--out", str(tmp_path)]
+    output = succeeds([sys.executable, str(ROOT / "examples" / "compare.py"), *options, *SMALL], ROOT)
+    found = json.loads((tmp_path / "ns_methods.json").read_text())
+    assert [*found] == ["standard", "gram"] and "seed 3" in output
+    for exact, other in zip(*found.values(), strict=True):
+        assert 0 < abs(exact - other) < 0.05, "they differ by rounding"
+
+
 def test_metrics_of_a_killed_run_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, is_writer=True)
     folder.log({"step": 0, "validation_loss": 5.0})
