@@ -102,12 +102,12 @@ OURS, AUTO = "ours-fsdp2", {"matrix": {"name": "muon", "ns_method": "auto"}}
 SYSTEMS: dict[str, System] = {
     "ours, FSDP2": System(OURS),
     "ours, FSDP2, ns_method auto": System(OURS, options=AUTO),
-    "dion, FSDP2": of_peer("dion"),
+    "dion, FSDP2": of_peer("dion", alike=True),
     "muon-fsdp2, FSDP2": of_peer("muon-fsdp2"),
     "PithTrain, FSDP2": of_peer("pithtrain"),
     "torch.optim.Muon, FSDP2": of_peer("torch", alike=True),
     "ours, replicas": System(OURS, sharded=False),
-    "dion, replicas": of_peer("dion", make=dion_on_replicas, sharded=False),
+    "dion, replicas": of_peer("dion", make=dion_on_replicas, sharded=False, alike=True),
     "pytorch_optimizer, replicas": of_peer("pytorch_optimizer", sharded=False),
     "torch.optim.Muon, replicas": of_peer("torch", sharded=False, alike=True),
 }
@@ -158,7 +158,9 @@ def of_rank(name: str, model: str, ranks: int, rank: int) -> Meter:
     """What one rank does in its third step, and in the backward pass before it."""
     system, meter = SYSTEMS[name], Meter()
     engine = "fsdp2" if system.sharded else "plain"
-    (planned,) = (study := public_models.study(model, engine, ranks, options=system.options)).worst.planned
+    (planned,) = (
+        study := public_models.study(model, engine, ranks, options=system.options, dtype=torch.float32)
+    ).worst.planned
     others = others_of(planned) if system.make is None else lambda mine, count: [mine] * count
     with pretended(rank, ranks, others), absent_gpu(meter), uncompiled():
         if system.make is None:

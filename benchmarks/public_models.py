@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.cost import newton_schulz_flops
 from lwopt_backend.planner.setting import Setting
@@ -125,12 +127,19 @@ def stacked(matrices: list[Matrix]) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def study(
-    model: str, engine: str, ranks: int, *, stack: bool = False, options: Mapping[str, Any] | None = None
+    model: str,
+    engine: str,
+    ranks: int,
+    *,
+    stack: bool = False,
+    options: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Study:
-    """The plan that ``engine`` makes for a public model, by default; with ``stack``, of stacked experts."""
+    """The plan that ``engine`` makes for a public model, by default; with ``stack``, of stacked experts. ``dtype`` is
+    that of parameters."""
     shapes = stacked(load(model)) if stack else load(model)
     routes = [Route(name, shape, "matrix", "listed", stack=named_as_stack(name, shape)) for name, shape in shapes]
-    setting = Setting.of(engine, options=options)
+    setting = Setting.of(engine, options=options, dtype=dtype)
     return plan_study(ModelShapes(model, *setting.training.of(routes)), Deployment(ranks), setting)
 
 
