@@ -132,14 +132,15 @@ def study(
     ranks: int,
     *,
     stack: bool = False,
+    stack_dim: int = 0,
     options: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Study:
-    """The plan that ``engine`` makes for a public model, by default; with ``stack``, of stacked experts. ``dtype`` is
-    that of parameters."""
+    """The plan that ``engine`` makes for a public model, by default; with ``stack``, of stacked experts, which FSDP2
+    shards along ``stack_dim``. ``dtype`` is that of parameters."""
     shapes = stacked(load(model)) if stack else load(model)
     routes = [Route(name, shape, "matrix", "listed", stack=named_as_stack(name, shape)) for name, shape in shapes]
-    setting = Setting.of(engine, options=options, dtype=dtype)
+    setting = Setting.of(engine, options=options, dtype=dtype, stack_dim=stack_dim)
     return plan_study(ModelShapes(model, *setting.training.of(routes)), Deployment(ranks), setting)
 
 

@@ -60,6 +60,7 @@ def passes_of(session: Session, planned: Planned, setting: Setting, given: Given
 
 # The cells of docs/cost.md: public models on clusters, by engine.
 
+WITHIN = "FSDP2, experts by Shard(1)"
 TOKENS = 8192  # of a rank and step, where passes are played
 ACTIVE = {"qwen3-30b-a3b": 8 / 128, "deepseek-v3": 8 / 256}  # the experts that a token passes
 CELLS: tuple[tuple[str, int, int], ...] = (  # models on copies of shards
@@ -72,7 +73,7 @@ CELLS: tuple[tuple[str, int, int], ...] = (  # models on copies of shards
     ("qwen3-30b-a3b", 4, 64),
     ("deepseek-v3", 1, 1024),
 )
-ONLY = {"deepseek-v3": ("FSDP2",)}
+ONLY = {"deepseek-v3": ("FSDP2", WITHIN)}
 FITS = 0.75  # of a device's memory, which leaves room for the model's activations
 
 
@@ -85,6 +86,7 @@ WAYS: dict[str, dict[str, Any]] = {  # engines with options, and whether the mod
         "engine": "fsdp2",
         "options": {"matrix": {"name": "muon", "ns_method": "quack-kernels"}},
     },
+    WITHIN: {"engine": "fsdp2", "stack_dim": 1},
     "FSDP2, with passes": {"engine": "fsdp2", "passes": True},
     "plain, with passes": {"engine": "plain", "passes": True},
     "plain, overlap_param_gather, with passes": {
@@ -98,6 +100,7 @@ HYBRID: dict[str, dict[str, Any]] = {  # HSDP, as the plan chooses, and both way
     "FSDP2, share_copies": {"engine": "fsdp2", "options": {"share_copies": True}},
     "FSDP2, share_copies: false": {"engine": "fsdp2", "options": {"share_copies": False}},
 }
+ALL = {*WAYS, *HYBRID} - {WITHIN}
 
 
 def rows(models: Sequence[str] = ()) -> Iterator[list[str]]:
@@ -106,10 +109,11 @@ def rows(models: Sequence[str] = ()) -> Iterator[list[str]]:
     wire's milliseconds, and the share that is hidden."""
     for model, copies, shards in CELLS:
         for name, way in (WAYS if copies == 1 else HYBRID).items():
-            if (models and model not in models) or name not in ONLY.get(model, (*WAYS, *HYBRID)):
+            if (models and model not in models) or name not in ONLY.get(model, ALL):
                 continue
             options = {**way.get("options", {}), **({"group_size": shards} if copies > 1 else {})}
-            planned = study(model, way["engine"], copies * shards, stack=model in ACTIVE, options=options)
+            more = {"stack": model in ACTIVE, "stack_dim": way.get("stack_dim", 0)}
+            planned = study(model, way["engine"], copies * shards, options=options, **more)
             if way["engine"] == "plain" and not _fits(planned):
                 continue
             given = Given(TOKENS, ACTIVE.get(model, 1.0)) if "passes" in way else None

@@ -226,12 +226,14 @@ class _Pass(torch.autograd.Function):
         return grads[0], None, None
 
 
-def sharded(shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh, device: torch.device = DEVICE) -> DTensor:
-    """A tensor as ``fully_shard`` shards it over ``mesh``, with an uninitialized shard on this rank."""
+def sharded(
+    shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh, device: torch.device = DEVICE, dim: int = 0
+) -> DTensor:
+    """A tensor as ``fully_shard`` shards it over ``mesh`` along ``dim``, with an uninitialized shard on this rank."""
     whole, coordinate = torch.Size(shape), mesh.get_coordinate()
     assert coordinate is not None
-    mine = Sharding(whole, (mesh.shape[-1],), (0,), (False,)).local_shape((coordinate[-1],))
-    placements = [*([Replicate()] * (mesh.ndim - 1)), Shard(0)]
+    mine = Sharding(whole, (mesh.shape[-1],), (dim,), (False,)).local_shape((coordinate[-1],))
+    placements = [*([Replicate()] * (mesh.ndim - 1)), Shard(dim)]
     stride = torch.empty(whole, device="meta").stride()
     shard = torch.empty(mine, dtype=dtype, device=device)
     made = DTensor.from_local(shard.to("meta"), mesh, placements, run_check=False, shape=whole, stride=stride)
@@ -251,8 +253,8 @@ class MeshEngine(Engine):
         self._mesh = DeviceMesh(
             DEVICE.type, ranks if hybrid else ranks[0], mesh_dim_names=tuple(names if hybrid else names[1:])
         )
-        make = lambda like: sharded(like.shape, like.dtype, self._mesh, self._device)  # noqa: E731
-        self.model, grouping = _made(planned.shared.grouping, make)
+        self._stack_dim = setting.stack_dim
+        self.model, grouping = _made(planned.shared.grouping, self._sharded)
         given: Any = Routed(setting.rules, _quiet(setting), grouping)
         self.optimizer = cast(MeshOptimizer, MeshOptimizer.__new__(MeshOptimizer))
         self.optimizer._train(self.model, given, PlainArguments(), sharded_later=False)
@@ -283,8 +285,11 @@ class MeshEngine(Engine):
     def _bring(self, param: Tensor) -> None:
         """A new gradient, or a sum with an earlier one."""
         if param.grad is None:
-            param.grad = sharded(param.shape, param.dtype, self._mesh, self._device)
+            param.grad = self._sharded(param)
         local(param.grad).add_(1)
+
+    def _sharded(self, like: Tensor) -> DTensor:
+        return sharded(like.shape, like.dtype, self._mesh, self._device, self._stack_dim if like.ndim == 3 else 0)
 
     def backward(self) -> None:
         for param in self.model.parameters():

@@ -83,7 +83,7 @@ def test_predicted_steps_are_those_of_the_results() -> None:
     engines = {"ZeRO 1, 2": "zero1", "ZeRO 3": "zero3", "FSDP2": "fsdp2"}
     planned = []  # the planner's seconds over the clock's
     for model, ranks, engine, taken in [(*row[0].split(", "), row[1], float(row[3])) for row in rows]:
-        if model.startswith("llama") and engine in engines:
+        if model.startswith("llama") and engine in engines and ranks.isdecimal():
             planned.append(1e3 * study(model, engines[engine], int(ranks)).worst.timeline.seconds / taken)
     assert f"the time is {min(planned):.2f} to {max(planned):.2f} of" in PAGES["cost"]
 
