@@ -107,6 +107,14 @@ def test_it_equals_rounding_the_momentum_of_one_process(cell: Cell, tmp_path: Pa
         train_save_and_load(cell, str(tmp_path / "saved"))
 
 
+@on_ranks(4)
+def test_each_copy_of_hsdp_rounds_its_own(tmp_path: Path) -> None:
+    """Copies that compute by themselves keep a momentum each, on the ranks of one of them."""
+    with small_blocks():
+        apart = Cell("fsdp2", sharding="hybrid", options={**INT8, "share_copies": False})
+        train_save_and_load(apart, str(tmp_path / "saved"))
+
+
 def train_save_and_load(cell: Cell, folder: str) -> None:
     ranks = dist.get_world_size()
     truth, in_fp32 = Rounded(cell, ranks), Cell(cell.engine, sharding=cell.sharding)
