@@ -60,7 +60,7 @@ def test_the_counted_table_is_that_of_the_results() -> None:
     of = {row["system"]: row for row in rows if (row["model"], row["ranks"]) == ("llama3.1-8b", 8)}
     ours, theirs = of["ours, FSDP2"], of["torch.optim.Muon, FSDP2"]
     both = [
-        f"{row['busiest']:g} times the least flops, {row['bytes']:g} times the least bytes and {row['collectives']} "
+        f"{row['busiest']:.3g} times the least flops, {row['bytes']:.3g} times the least bytes and {row['collectives']} "
         "collectives"
         for row in (theirs, ours)
     ]
