@@ -18,11 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.checkpoint import formats
-from lwopt_backend.config.hosts import FSDP2Config
+from lwopt_backend.config.hosts import FSDP2Config, ZeROConfig
+from lwopt_backend.engines.zero.plan import plan_group
 from lwopt_backend.groups.grouping import Given
+from lwopt_backend.groups.registry import options_of
 from lwopt_backend.migration import change_momentum_form, convert_momentum
 from lwopt_backend.plan.atoms import Atom
-from lwopt_backend.plan.layouts import Fragment
+from lwopt_backend.plan.cost import MACHINES
+from lwopt_backend.plan.layouts import FlatPartition, Fragment
 from lwopt_backend.runtime import quantized
 from lwopt_backend.runtime.pieces import Pieces
 from tests.support import fsdp2
@@ -300,6 +303,13 @@ def test_two_dtypes_of_one_momentum_are_refused() -> None:
     found = "state_dtype is 'float32', but momentum_dtype of param group 0 .normuon. is 'int8'"
     with pytest.raises(ValueError, match=found):
         Given(given, None).decide(FSDP2Config, model)
+
+
+def test_tensor_parallelism_under_deepspeed_is_refused() -> None:
+    """Its shards of a matrix have no rows of the matrix."""
+    group, layout = {"rule": "muon", **options_of("muon", {"lr": 0.02, **INT8})}, FlatPartition.build([8], 1)
+    with pytest.raises(ValueError, match="momentum_dtype: expected None under tensor parallelism.*found 'int8'"):
+        plan_group(group, [], layout, ZeROConfig(), MACHINES["cpu"], places=[(0, 0), (1, 0)])
 
 
 @cells(ranks=[2], engine=["plain", "zero 1", "fsdp2"])
