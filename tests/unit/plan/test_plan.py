@@ -197,7 +197,7 @@ def hybrid(shapes: Sequence[Shape], copies: int, shards: int) -> MeshLayout:
     return MeshLayout(tuple(itertools.product(range(copies), range(shards))), shardings)
 
 
-def test_copies_share_the_work_where_the_modelled_step_is_shorter() -> None:
+def test_copies_share_the_work_where_that_is_sooner() -> None:
     """Narrow matrices are computed again sooner than updates arrive. Products alone would have it so up to a side of
     some 900; their element-wise work makes that some 400."""
     fast = Limits(machine=MACHINES["cuda"], batch_numel=2**26)
