@@ -57,11 +57,11 @@ def test_the_table_of_peers_is_that_of_the_results() -> None:
 def test_the_counted_table_is_that_of_the_results() -> None:
     rows = results("counts")
     assert record.with_table(PAGES["peers"], "counts", counts.table(rows)) == PAGES["peers"]
-    of = {row["system"]: row for row in rows if (row["model"], row["ranks"]) == ("llama3.1-8b", 8)}
+    of = {row["system"]: row for row in rows if (row["model"], row["ranks"]) == ("llama3.1-8b", 64)}
     ours, theirs = of["ours, FSDP2"], of["torch.optim.Muon, FSDP2"]
     both = [
-        f"{row['busiest']:.3g} times the least flops, {row['bytes']:.3g} times the least bytes and {row['collectives']} "
-        "collectives"
+        f"{row['busiest']:.3g} times the least flops, {row['bytes']:.3g} times the least bytes and "
+        f"{row['collectives']} collectives"
         for row in (theirs, ours)
     ]
     said = f"asks the busiest rank for {both[0]}; this package for {both[1]}"
