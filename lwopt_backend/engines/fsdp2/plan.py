@@ -669,7 +669,7 @@ def piece(
     dtypes = [shard.dtype for key, shard in shards.items() if key != "step"]
     if dtype is not None:
         grad = grad.to(dtype)
-    elif value.dtype != grad.dtype or dtypes.count(grad.dtype) != len(dtypes):
+    elif [value.dtype, *dtypes].count(grad.dtype) <= len(dtypes):
         like = (s.dtype for key, s in shards.items() if key != "step" and s.shape == value.shape)
         grad = grad.to(next(like, value.dtype))
     return Slices(value, grad, shards)
