@@ -222,8 +222,8 @@ def _go_on(engine: DeepSpeedEngine, choice: Choice, asked: Mapping[str, Any]) ->
         if here not in (None, there):
             return [
                 f"{choice.folder}: the scheduler's state is not loaded, so the scheduler continues from its {key} "
-                f"{here}, but the checkpoint was saved after {steps} steps; to continue its schedule, set {key} to "
-                f"{there} after loading"
+                f"{here}, but the checkpoint was saved after {steps} steps; leave it so to warm up anew; to continue "
+                f"its schedule, set {key} to {there} after loading"
             ]
     return []
 

@@ -58,6 +58,8 @@ class HostConfig:
     def lacks(cls, name: str, *others: type[HostConfig]) -> str:
         """A sentence on an option or a method ``name`` of the hosts ``others``."""
         whose = " and ".join(other.whose for other in others)
+        if cls is HostConfig:
+            return f"{name} is {whose}; expected an option that every engine has; leave it out"
         return f"{name} is {whose}, but this optimizer is {cls.whose}; {others[-1].advice}"
 
     include: Globs = option((), "globs of parameters that are matrices, whatever the model's structure suggests")

@@ -398,7 +398,7 @@ def rates(groups: Groups) -> list[tuple[str, int, str, str]]:
     for group in groups:
         known, options = known_in(group), arguments(group)
         found = [
-            f"{plain(options[key]):g}{', as by default' if options[key] == known[key].default else ''}"
+            f"{plain(options[key]):g}{', the default' if options[key] == known[key].default else ''}"
             if options.get(key) is not None
             else ("left to the class" if key in known.keys() - options.keys() else "none")
             for key in SHARED

@@ -194,6 +194,12 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
         "for name, made in {'images': images, 'language': language}.items():\n    made.save_state_dict(name)\n",
         "",
     ),
+    ("fsdp2", 0): (
+        f"{PLAIN}{BLOCKS}from torch.distributed.checkpoint.state_dict import get_state_dict\nfully_shard(model)\n"
+        "optimizer = LayerWiseOptimizer(model, lr=0.02, report=False)\nstep(model, optimizer)\n",
+        "from pathlib import Path\nfrom lwopt_backend.checkpoint import formats\n"
+        "assert formats.read(Path('run')).iteration == 10",
+    ),
     ("matrices", 0): (PLAIN + TOKENS, "assert not fused and not unclear and found.shares\n"),
     ("matrices", 1): (
         PLAIN,

@@ -478,8 +478,8 @@ def test_every_engine_shows_rates_and_decays() -> None:
         assert len(told) == (small and dist.get_rank() == 0), (engine, given, told)
         assert all("such as 0.02" in each and "'match_rms_adamw'" in each for each in told)
         if dist.get_rank() == 0 and given == {"lr": 0.03} and engine != "sharded later":
-            assert row_of(printed, "muon")[1:] == ["0.03", "0.1, as by default"], engine
-            assert row_of(printed, "adamw")[1:] == ["0.001, as by default", "0.01, as by default"], engine
+            assert row_of(printed, "muon")[1:] == ["0.03", "0.1, the default"], engine
+            assert row_of(printed, "adamw")[1:] == ["0.001, the default", "0.01, the default"], engine
 
 
 @on_ranks(2)
