@@ -43,6 +43,7 @@ ARGUED = {
     "weights of levels, which are one small matrix, as a router's",
     ("transformers", "per_layer_model_projection.weight"): "Gemma: the norm is of each layer's outputs by themselves, "
     "and no layer takes another's",
+    ("transformers.wavlm", "gru_rel_pos_linear.weight"): "two gates that are multiplied, each a sum of four outputs",
     ("diffusers.Flux2Transformer2DModel", "to_qkv_mlp_proj.weight"): "values and an MLP's outputs, side by side",
 }
 
