@@ -210,8 +210,8 @@ class FSDP2Config(ClippingConfig):
     share_copies: bool | None = option(
         None,
         "under HSDP, whether the copies share the work, and send each other the updates; or each does all of it by "
-        "itself. None: the one with the shorter modelled step; shared on a CPU, with bucket_matrices or bucket_numel, and "
-        "where a rule keeps owner state",
+        "itself. None: the one with the shorter modelled step; shared on a CPU, with bucket_matrices or bucket_numel, "
+        "and where a rule keeps owner state",
     )
     state_dtype: Literal["parameter", "float32"] = option(
         "parameter",

@@ -144,15 +144,27 @@ class BucketManager:
         return self._pass
 
     def arrived(self, index: int) -> None:
-        """Take a parameter's gradient, and send its bucket, and others whose turn has come, if they are full."""
+        """Take a parameter's gradient, and send the buckets that are full up to the next one that is not: its own, if
+        that has become full, or those that had to wait for it."""
         number = self.bucket_of[index]
+        self._take(index, number)
+        if not self._syncs:
+            return
+        current = self._begin_pass()
+        current.missing[number].discard(index)
+        if self.filled is not None and not current.missing[number] and number not in self.filled:
+            self.filled.append(number)
+        while self.overlap and (following := self._next(current)) is not None and not current.missing[following]:
+            self._launch(current, following)
+        if self._next(current) is None:
+            self._end_pass()
+
+    def _take(self, index: int, number: int) -> None:
         self._check_may_arrive(index, number)
         self._touched[index] = True
         with torch.no_grad():
             self.buckets[number].take(index)
         self.shown.show(index)
-        if self._syncs:
-            self._arrived_in(self._begin_pass(), index, number)
 
     def _check_may_arrive(self, index: int, number: int) -> None:
         """Raises RuntimeError if a parameter's bucket was sent, or its new value has not arrived."""
@@ -169,17 +181,6 @@ class BucketManager:
                 f"parameter {self.names[index]!r} was used before its new value had arrived, because its module was "
                 "not called; call optimizer.synchronize() before the forward pass, or switch overlap_param_gather off"
             )
-
-    def _arrived_in(self, current: Pass, index: int, number: int) -> None:
-        """Send the buckets that are full up to the next one that is not: of the bucket that has become full now, or
-        of those that had to wait for it."""
-        current.missing[number].discard(index)
-        if self.filled is not None and not current.missing[number] and number not in self.filled:
-            self.filled.append(number)
-        while self.overlap and (following := self._next(current)) is not None and not current.missing[following]:
-            self._launch(current, following)
-        if self._next(current) is None:
-            self._end_pass()
 
     def end_backward(self) -> None:
         """Send the buckets that were not sent during the backward pass. Called on all ranks."""
