@@ -182,21 +182,24 @@ class MeshLayout:
         return len(self.coordinates)
 
     @cached_property
+    def _copied(self) -> set[int]:
+        """The mesh dimensions that replicate every parameter."""
+        return set.intersection(*(set(sharding.copied) for sharding in set(self.shardings)))
+
+    @cached_property
     def rows(self) -> Rows | None:
-        """The rows along the mesh dimensions that replicate every parameter."""
-        copied = (set(sharding.copied) for sharding in set(self.shardings))
-        return Rows.of_mesh(self.coordinates, set.intersection(*copied)) if self.shardings else None
+        """The rows along these dimensions."""
+        return Rows.of_mesh(self.coordinates, self._copied) if self.shardings else None
 
     @cached_property
     def instance(self) -> MeshLayout:
         """One of the ``rows`` by itself, whose ranks are numbered by their places in it."""
         rows = self.rows
         assert rows is not None
-        copied = set.intersection(*(set(sharding.copied) for sharding in set(self.shardings)))
         row = rows.of[0][0]
 
         def kept(of_dims: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(each for dim, each in enumerate(of_dims) if dim not in copied)
+            return tuple(each for dim, each in enumerate(of_dims) if dim not in self._copied)
 
         within = {
             each: replace(each, mesh_shape=kept(each.mesh_shape), dims=kept(each.dims), late=kept(each.late))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -525,20 +526,12 @@ def _memory(
     """Per rank, its shards of parameters and gradients, and the optimizer's state for them."""
     config, groups = setting.config, shared.grouping.groups
     assert isinstance(config, MeshConfig)
-    alike: dict[tuple[tuple[int, ...], int], list[MeshMember]] = {}
-    for member in members:
-        alike.setdefault((member.sharding.shape, member.group), []).append(member)
-    numels, states = [0] * len(coordinates), [0] * len(coordinates)
-    for some in alike.values():
-        seen: dict[int, int] = {}  # of a shard's elements, the bytes of its state
-        for rank, at in enumerate(coordinates):
-            numel = math.prod(some[0].sharding.local_shape(at))
-            if numel not in seen:
-                seen[numel] = mesh_state_nbytes(some[:1], groups, config, at)
-            numels[rank] += len(some) * numel
-            states[rank] += len(some) * seen[numel]
-    size = setting.dtype.itemsize
-    return [RankMemory(numel * size, numel * size, 0, state) for numel, state in zip(numels, states)]
+    alike, state = Counter(member.sharding for member in members), mesh_state_nbytes(members, groups, config)
+    size, found = setting.dtype.itemsize, []
+    for at in coordinates:
+        numel = sum(count * math.prod(sharding.local_shape(at)) for sharding, count in alike.items())
+        found.append(RankMemory(numel * size, numel * size, 0, state(at)))
+    return found
 
 
 def _traffic(members: Sequence[MeshMember], setting: Setting, shape: tuple[int, ...]) -> list[Collective]:

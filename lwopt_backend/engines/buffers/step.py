@@ -200,9 +200,11 @@ class BufferStepper:
 
     def _in_8_bits(self, number: int, value: Tensor, group: Group) -> Mapping[str, QuantizedPiece]:
         """The state in 8 bits of this rank's piece of a member, whose ``value`` is flat."""
+        if not (keys := quantized_keys(group)):
+            return {}
         cut = self._regions[number].of_matrices(self._atoms_of[number].values())
-        self.matrices.quantized.make(quantized_keys(group), self._atoms_of[number].values(), value.device)
-        return self.matrices.quantized.piece(quantized_keys(group), value.shape, value.dtype, value.device, cut)
+        self.matrices.quantized.make(keys, self._atoms_of[number].values(), value.device)
+        return self.matrices.quantized.piece(keys, value.shape, value.dtype, value.device, cut)
 
     def owner_states(self, number: int) -> dict[int, dict[str, Any]]:
         """The owner state of a member's matrices on this rank, by a matrix's place in the member."""

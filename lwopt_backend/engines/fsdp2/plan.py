@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, reduce
+from functools import cache, reduce
 from itertools import chain
 from typing import Any
 
@@ -328,10 +329,11 @@ def by_wire(members: Sequence[MeshMember], rules: Mapping[int, MatrixRule]) -> l
 
 def new_state(param: Tensor, group: Mapping[str, Any], config: FSDP2Config) -> dict[str, Tensor]:
     """Fresh state for a parameter, sharded as it is, in the configured dtype; on meta what is kept in 8 bits."""
-    like, dtype = param.detach(), state_dtype(param, group, config)
+    keys = registry.quantized_keys(group)
+    like, dtype = param.detach(), state_dtype(param, config, bool(keys))
     stored = registry.stored_state(like if like.dtype == dtype else torch.empty_like(like, dtype=dtype), group)
     without = torch.empty(local(param).shape, dtype=dtype, device="meta")
-    return {**stored, **{key: as_shard(without, param) for key in registry.quantized_keys(group)}}
+    return {**stored, **{key: as_shard(without, param) for key in keys}}
 
 
 def as_shard(part: Tensor, made: Tensor) -> Tensor:
@@ -344,29 +346,40 @@ def as_shard(part: Tensor, made: Tensor) -> Tensor:
     )
 
 
-def state_dtype(param: Tensor, group: Mapping[str, Any], config: FSDP2Config) -> torch.dtype:
+def state_dtype(param: Tensor, config: FSDP2Config, in_8_bits: bool) -> torch.dtype:
     """The configured dtype of a parameter's state. torch's Muon and SGD create it like the gradient, whose
     ``grad_dtype`` fully_shard keeps from torch 2.15; None allows any dtype. Beside state in 8 bits, at least fp32."""
     if config.state_dtype == "float32":
         return torch.float32
     found = torch.promote_types(param.dtype, getattr(param, "grad_dtype", param.dtype) or torch.float32)
-    return torch.promote_types(found, torch.float32) if registry.quantized_keys(group) else found
+    return torch.promote_types(found, torch.float32) if in_8_bits else found
 
 
 def mesh_state_nbytes(
-    members: Sequence[MeshMember], groups: Sequence[Mapping[str, Any]], config: FSDP2Config, coordinate: Coordinate
-) -> int:
-    """Bytes of the state that the rank at ``coordinate`` keeps."""
-    found = 0
-    for m in members:
-        numel, group = math.prod(m.sharding.local_shape(coordinate)), groups[m.group]
-        in_8_bits = _nbytes_in_8_bits(m.sharding, m.blocks, coordinate) if registry.quantized_keys(group) else 0
-        found += registry.state_nbytes(numel, group, state_dtype(m.param, group, config), in_8_bits)
-    return found
+    members: Sequence[MeshMember], groups: Sequence[Mapping[str, Any]], config: FSDP2Config
+) -> Callable[[Coordinate], int]:
+    """The bytes of the state that a rank keeps, by its coordinate."""
+    in_8_bits = [bool(registry.quantized_keys(group)) for group in groups]
+    alike = Counter(  # which most layers are
+        (m.sharding, m.blocks if in_8_bits[m.group] else (), m.group, state_dtype(m.param, config, in_8_bits[m.group]))
+        for m in members
+    )
+
+    @cache
+    def nbytes(numel: int, group: int, dtype: torch.dtype, in_8_bits: int) -> int:
+        return registry.state_nbytes(numel, groups[group], dtype, in_8_bits)
+
+    def of_rank(coordinate: Coordinate) -> int:
+        found = 0
+        for (sharding, blocks, group, dtype), count in alike.items():
+            numel = math.prod(sharding.local_shape(coordinate))
+            found += count * nbytes(numel, group, dtype, _nbytes_in_8_bits(sharding, blocks, coordinate))
+        return found
+
+    return of_rank
 
 
-@lru_cache(maxsize=256)  # for the many layers alike
-def _nbytes_in_8_bits(sharding: Sharding, blocks: tuple[Block, ...], coordinate: Coordinate) -> int:
+def _nbytes_in_8_bits(sharding: Sharding, blocks: Sequence[Block], coordinate: Coordinate) -> int:
     """Bytes of one state in 8 bits of a parameter's matrices at ``coordinate``."""
     fragments = ((sharding_in(sharding, block).fragment(0, coordinate), block.shape[1]) for block in blocks)
     return sum(part_nbytes(part_of(fragment, columns)) for fragment, columns in fragments)
@@ -534,9 +547,10 @@ class MeshStepper:
             self.plan, kinds, self.exchanging, self.device, batch_numel=batch, capture=config.capture
         )
         self._regions = self._find_regions()
-        self._atoms_of: dict[int, list[int]] = {}  # by member
+        self._atoms_of: dict[int, list[int]] = {number: [] for number in in_8_bits}  # by member
         for atom, number in enumerate(self.member_of_atom):
-            self._atoms_of.setdefault(number, []).append(atom)
+            if number in self._atoms_of:
+                self._atoms_of[number].append(atom)
         for number, atoms in self._atoms_of.items():
             keys, device = self._quantized_keys[self.members[number].group], local(self.members[number].param).device
             self.matrix_stepper.matrices.quantized.make(keys, atoms, device)
@@ -602,7 +616,7 @@ class MeshStepper:
         return self._regions[number].cut(piece(member, grad, states[member.param], self._wide.get(number)))
 
     def _state_dtype(self, member: MeshMember) -> torch.dtype:
-        return state_dtype(member.param, self.groups[member.group], self.config)
+        return state_dtype(member.param, self.config, bool(self._quantized_keys[member.group]))
 
     def in_8_bits(self, number: int) -> dict[str, QuantizedPiece]:
         """The state in 8 bits of this rank's shard of a member."""

@@ -13,7 +13,6 @@ So state is created when it is first read after 3., without other ranks. Plannin
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -280,7 +279,7 @@ def _elsewhere(counted: Counted) -> str:
 
 def _table(stepper: MeshStepper, mesh: Mesh) -> Table:
     """One row per rank of the mesh: its matrices, their work, its state, and its traffic."""
-    plan, state = stepper.plan, functools.partial(mesh_state_nbytes, stepper.members, stepper.groups, stepper.config)
+    plan, state = stepper.plan, mesh_state_nbytes(stepper.members, stepper.groups, stepper.config)
     sent, owned = (plan.of_mesh(of_ranks) for of_ranks in (plan.wire_bytes(), plan.owned_counts()))
     columns = {
         "matrices": lambda place: str(owned[place]),
