@@ -93,7 +93,8 @@ from lwopt_backend import LayerWiseOptimizer
 
 folder, dies = sys.argv[1], sys.argv[2] == "dies"
 dist.init_process_group("gloo")
-torch.manual_seed(0)
+seed = torch.random.default_generator.manual_seed  # pytest --seed does not reach a program under torchrun
+seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
 optimizer = LayerWiseOptimizer(model, matrix={"name": "muon", "lr": 0.02}, report=False)
 if os.path.isdir(f"{folder}/step 2"):
@@ -104,7 +105,7 @@ else:
 for step in range(begin, 4):
     if dies and step == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
         os._exit(1)
-    torch.manual_seed(10 * step + dist.get_rank())
+    seed(10 * step + dist.get_rank())
     model(torch.randn(4, 8)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
