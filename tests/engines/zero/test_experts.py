@@ -61,8 +61,9 @@ class WholeMixture(nn.Module):
         self.experts = nn.ModuleList(expert(number) for number in range(EXPERTS))
 
     def mix(self, x: Tensor) -> Tensor:
-        probabilities = self.router(x).softmax(-1)
-        chosen = nn.functional.one_hot(probabilities.argmax(-1), EXPERTS) * probabilities
+        logits = nn.functional.linear(x.float(), self.router.weight.float())  # as DeepSpeed: 16 bits choose others
+        probabilities = logits.softmax(-1)
+        chosen = (nn.functional.one_hot(probabilities.argmax(-1), EXPERTS) * probabilities).to(x.dtype)
         return sum(chosen[..., e, None] * layer(x) for e, layer in enumerate(self.experts))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
