@@ -52,7 +52,7 @@ def of_module(checkpoint: Checkpoint, module: str) -> Checkpoint:
 
 
 @dataclass(frozen=True)
-class Place:
+class Destination:
     """The destination of a checkpoint: a ``folder``, which is written whole. In ``root``, which is this folder or its
     parent, ``files`` are written last: what comes along, then pointers."""
 
@@ -61,20 +61,20 @@ class Place:
     files: Mapping[str, Content]
 
 
-def place_of(
+def destination_of(
     checkpoint: Checkpoint,
     target: str,
     destination: Path,
     tag: str | None = None,
     files: Mapping[str, Content] | None = None,
-) -> Place:
+) -> Destination:
     """A step's folder in ``destination``, if the format has a pointer to it; otherwise ``destination`` itself. The step
     keeps the ``tag`` that it has, by which trainers ask for it. ``files`` come along."""
     format, files = FORMATS[target], files or {}
     if format.pointer is None:
-        return Place(destination, destination, files)
+        return Destination(destination, destination, files)
     name = tag or format.step_folder.format(step=checkpoint.iteration or 0)
-    return Place(destination / name, destination, {**files, format.pointer: name})
+    return Destination(destination / name, destination, {**files, format.pointer: name})
 
 
 def needed(
@@ -174,7 +174,7 @@ def _options(fields: set[str]) -> str:
 def write(
     checkpoint: Checkpoint,
     target: str,
-    place: Place,
+    destination: Destination,
     check: Callable[[], object] = lambda: None,
     *,
     workers: int = 1,
@@ -195,15 +195,15 @@ def write(
         check()
 
     def fill_root(folder: Path) -> None:
-        inner = folder if place.root == place.folder else folder / place.folder.name
+        inner = folder if destination.root == destination.folder else folder / destination.folder.name
         inner.mkdir(exist_ok=True)
         fill(inner)
-        for name, content in place.files.items():
+        for name, content in destination.files.items():
             put_whole(folder / name, content)
 
     # A new root gets its name with the step and the pointer in it. One that is there has other steps: only the step is
     # a folder of its own then, and the pointer is replaced after it.
-    if place.root == place.folder or not place.root.exists():
-        write_folder(place.root, fill_root)
+    if destination.root == destination.folder or not destination.root.exists():
+        write_folder(destination.root, fill_root)
     else:
-        write_folder(place.folder, fill, beside=place.files)
+        write_folder(destination.folder, fill, beside=destination.files)

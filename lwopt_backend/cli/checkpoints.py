@@ -240,9 +240,9 @@ def convert(
     found = companions.with_schedule(found, along)
     taken = companions.contents(found, along, to, dtype and SHORT.get(dtype, dtype))
     tag = formats.step_of(source, reader).name if reader in KEEPS_TAG else None
-    place = conversion.place_of(found, to, destination, tag, taken)
-    folders.refuse_existing(place.folder)  # before hours are spent on reading
-    companions.refuse_others(place.root, taken)
+    into = conversion.destination_of(found, to, destination, tag, taken)
+    folders.refuse_existing(into.folder)  # before hours are spent on reading
+    companions.refuse_others(into.root, taken)
     stored = conversion.needed(found, to, options.get("dtype"), vocab_size)
     checks, started, notes = gates.Checks(stored), time.monotonic(), gates.on_state(found)
     with progress("converting", contents.nbytes(stored), as_json) as advance:
@@ -253,11 +253,11 @@ def convert(
             gates.read_all(seen, workers)
             notes += checks.finish()
         else:
-            conversion.write(made, to, place, lambda: notes.extend(checks.finish()), workers=workers, **options)
+            conversion.write(made, to, into, lambda: notes.extend(checks.finish()), workers=workers, **options)
     counts = conversion.counted(found, to)
     summary = {
         "source": {"path": str(source), "reader": reader, **described(found)},
-        "result": {"path": str(place.folder), "written": not dry_run, **described(result)},
+        "result": {"path": str(into.folder), "written": not dry_run, **described(result)},
         "tensors": counts,
         "files": [*taken],
         "notes": [*made.notes, *notes, *conversion.left_out(counts)],

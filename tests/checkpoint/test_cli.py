@@ -535,7 +535,7 @@ def test_parameter_without_a_known_group(tmp_path: Path) -> None:
     is listed."""
     source = checkpoint(a=param(ROWS, exp_avg=ROWS), b=dataclasses.replace(param(ROWS, exp_avg=ROWS), group=None))
     made = convert.prepared(source, "universal", None, None, names.Numbers())
-    convert.write(made, "universal", convert.place_of(made, "universal", tmp_path))
+    convert.write(made, "universal", convert.destination_of(made, "universal", tmp_path))
     assert sum("the param groups of b are unknown (1 parameter(s)" in note for note in made.notes) == 1
     saved = torch.load(tmp_path / "global_step3" / "mp_rank_00_model_states.pt", weights_only=False)
     assert [list(group) for group in saved["param_shapes"]] == [["a"]]

@@ -208,7 +208,7 @@ def converted(checkpoint: Checkpoint, target: str, folder: Path, workers: int = 
     checks = gates.Checks(checkpoint)
     seen = lazy.watched(checkpoint, checks.see)
     made = convert.prepared(seen, target, None, None, names.Numbers())
-    convert.write(made, target, convert.place_of(made, target, folder), checks.finish, workers=workers)
+    convert.write(made, target, convert.destination_of(made, target, folder), checks.finish, workers=workers)
     return folder
 
 

@@ -65,7 +65,7 @@ def saved(folder: Path, target: str, step: int) -> Path:
     counts: dict[str, Any] = {"iteration": step, "samples": step, "scheduler": SCHEDULE}
     found = Checkpoint("made here", "", "megatron-core", params, (options,), arguments, **counts)
     more = {"file_bytes": 600} if target == "safetensors" else {}
-    convert.write(found, target, convert.place_of(found, target, folder), **more)
+    convert.write(found, target, convert.destination_of(found, target, folder), **more)
     return folder
 
 
