@@ -1,4 +1,4 @@
-"""The flat buffers of Megatron's DistributedOptimizer: places of parameters, and the buckets of dp_reshardable."""
+"""The flat buffers of Megatron's DistributedOptimizer: ranges of parameters, and the buckets of dp_reshardable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.megatron import conventions
 from lwopt_backend.checkpoint.megatron.ranks import TPSplit, is_gated, local_shape, merge, tp_split_of
 
-# The places of parameters in the flat buffers of Megatron's DistributedOptimizer. A buffer has the parameters of one
+# The ranges of parameters in the flat buffers of Megatron's DistributedOptimizer. A buffer has the parameters of one
 # dtype in reversed module order, in buckets (P = padding of a start to 64 elements, E = padding of a bucket's end,
 # which checkpoints leave out):
 #
@@ -21,14 +21,14 @@ from lwopt_backend.checkpoint.megatron.ranks import TPSplit, is_gated, local_sha
 #     | last param |P| one before |E|   | the next |P| ... | first param |E|
 #
 # Source: ``_ParamAndGradBuffer`` in megatron/core/distributed/param_and_grad_buffer.py, ``bucket_size`` in
-# distributed_data_parallel.py and megatron/training/training.py. The end's padding is a multiple of 64, so places
+# distributed_data_parallel.py and megatron/training/training.py. The end's padding is a multiple of 64, so ranges
 # inside a bucket do not depend on the number of ranks.
 
 ALIGNMENT = 64  # elements: 128 bytes at 16 bits
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParamRange:
     """Parameter ``name``, of ``shape`` (one rank's part of it), in elements [start, stop) of a bucket."""
 
     name: str
@@ -38,11 +38,11 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    """One bucket: its ``numel`` without the padding at its end, and the parameters in it."""
+class SavedBucket:
+    """A bucket as it is saved: its ``numel`` without the padding at its end, and the parameters in it."""
 
     numel: int
-    places: tuple[Place, ...]
+    params: tuple[ParamRange, ...]
 
 
 def bucket_numel(arguments: Mapping[str, Any], *, parameters: int, pipeline_rank: int, chunk: int = 0) -> int | None:
@@ -71,36 +71,36 @@ def own_buckets(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 def buckets(
     shapes: Mapping[str, Sequence[int]], *, closed_at: int | None, alone: Collection[str] = ()
-) -> tuple[Bucket, ...]:
+) -> tuple[SavedBucket, ...]:
     """The buckets of a buffer. ``shapes`` are one rank's parameters in it, in module order."""
-    done: list[Bucket] = []
-    places: list[Place] = []
+    done: list[SavedBucket] = []
+    ranges: list[ParamRange] = []
     start = 0
 
     def close(numel: int) -> None:
-        done.append(Bucket(numel, tuple(places)))
-        places.clear()
+        done.append(SavedBucket(numel, tuple(ranges)))
+        ranges.clear()
 
     for name, shape in reversed(tuple(shapes.items())):
         start = _aligned(start)
-        if name in alone and places:
+        if name in alone and ranges:
             close(start)
             start = 0
         stop = start + math.prod(shape)
-        places.append(Place(name, start, stop, tuple(shape)))
+        ranges.append(ParamRange(name, start, stop, tuple(shape)))
         if name in alone or (closed_at is not None and stop >= closed_at):
             close(stop)
             stop = 0
         start = stop
-    if places:
-        close(places[-1].stop)
+    if ranges:
+        close(ranges[-1].stop)
     return tuple(done)
 
 
-def buckets_of(shapes: Mapping[str, Sequence[int]], numels: Sequence[int]) -> tuple[Bucket, ...]:
+def buckets_of(shapes: Mapping[str, Sequence[int]], numels: Sequence[int]) -> tuple[SavedBucket, ...]:
     """The buckets of a buffer, given their lengths without padding at the end. Raises ValueError if the parameters do
     not fill them exactly."""
-    found: list[list[Place]] = [[] for _ in numels]
+    found: list[list[ParamRange]] = [[] for _ in numels]
     index, start = 0, 0
     for name, shape in reversed(tuple(shapes.items())):
         start = _aligned(start)
@@ -109,18 +109,18 @@ def buckets_of(shapes: Mapping[str, Sequence[int]], numels: Sequence[int]) -> tu
         stop = start + math.prod(shape)
         if index >= len(numels) or stop > numels[index]:
             raise ValueError(f"expected room for {name} of {tuple(shape)} in buckets of {list(numels)}, found none")
-        found[index].append(Place(name, start, stop, tuple(shape)))
+        found[index].append(ParamRange(name, start, stop, tuple(shape)))
         start = stop
-    ends = [_aligned(places[-1].stop) if places else 0 for places in found]
+    ends = [_aligned(ranges[-1].stop) if ranges else 0 for ranges in found]
     short = [i for i, (end, numel) in enumerate(zip(ends, numels)) if end < numel]
     if short:
         raise ValueError(f"expected parameters that fill buckets {short} of {list(numels)} elements, found {ends}")
-    return tuple(Bucket(numel, tuple(places)) for numel, places in zip(numels, found))
+    return tuple(SavedBucket(numel, tuple(ranges)) for numel, ranges in zip(numels, found))
 
 
-def part(flat: LazyTensor, place: Place, first: int = 0) -> LazyTensor:
-    """The parameter at a place of the bucket that begins at element ``first`` of ``flat``."""
-    return flat.piece(first + place.start, first + place.stop).view(place.shape)
+def part(flat: LazyTensor, at: ParamRange, first: int = 0) -> LazyTensor:
+    """The parameter in a range of the bucket that begins at element ``first`` of ``flat``."""
+    return flat.piece(first + at.start, first + at.stop).view(at.shape)
 
 
 def _aligned(start: int) -> int:
@@ -251,8 +251,8 @@ class _Optimizer:
                     for state, keys in self._ranks[rank][dtype].items():
                         for key, bucket in zip(keys, layout):
                             flat = self._folder.tensor(key)
-                            for at in bucket.places:
-                                parts.setdefault((at.name, state), []).append(part(flat, at))
+                            for param in bucket.params:
+                                parts.setdefault((param.name, state), []).append(part(flat, param))
         found: States = {}
         replicas: Replicas = []
         for (name, state), of_ranks in parts.items():
@@ -289,7 +289,7 @@ class _Optimizer:
                 )
         return found
 
-    def _layout(self, rank: int, first: int, stop: int) -> dict[str, tuple[Bucket, ...]]:
+    def _layout(self, rank: int, first: int, stop: int) -> dict[str, tuple[SavedBucket, ...]]:
         """The content of a rank's buckets, by dtype, if it has layers [first, stop). Raises ValueError if not."""
         stage, of_expert = rank // (self._tensor * self._expert), rank // self._tensor % self._expert
         is_last = stage == self._stages - 1

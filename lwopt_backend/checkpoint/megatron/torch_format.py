@@ -136,9 +136,9 @@ def from_buffers(
             )
         first = 0  # the buckets follow one another without padding
         for bucket in layout:
-            for place in bucket.places:
-                number, states = numbers[place.name], {FLAT[s]: part(flat, place, first) for s, flat in flats.items()}
-                found[place.name] = Param(None, states, conventions.step_of(groups, number), number)
+            for param in bucket.params:
+                number, states = numbers[param.name], {FLAT[s]: part(flat, param, first) for s, flat in flats.items()}
+                found[param.name] = Param(None, states, conventions.step_of(groups, number), number)
             first += bucket.numel
     return found
 
