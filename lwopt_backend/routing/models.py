@@ -118,7 +118,7 @@ ADAPTERS: Mapping[str, str] = {name: what for what, names in _ADAPTERS.items() f
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NamedModule:
     """A module of a model, under its name without PEFT: base layers and copies have their layer's name.
 
     ``outer`` is the outermost PEFT layer in the module's place, or the module itself. ``added_by`` is the full name of
@@ -135,29 +135,29 @@ class Place:
         return self.added_by is None
 
 
-def places(model: nn.Module, remove_duplicate: bool = False) -> dict[str, Place]:
-    """Every module of ``model`` by its full name, in ``named_modules`` order."""
-    found: dict[str, Place] = {}
+def named_modules(model: nn.Module, remove_duplicate: bool = False) -> dict[str, NamedModule]:
+    """Every module of ``model`` by its full name, in the order of ``model.named_modules()``."""
+    found: dict[str, NamedModule] = {}
     for full_name, module in modules_of(model, remove_duplicate).items():
-        place = _under(found, full_name, module) if full_name else Place("", module, module, None)
-        if is_peft(module) and (place.is_own or hasattr(module, "adapter_layer_names")):
-            place = Place(place.name, module, place.outer, full_name)
-        found[full_name] = place
+        named = _under(found, full_name, module) if full_name else NamedModule("", module, module, None)
+        if is_peft(module) and (named.is_own or hasattr(module, "adapter_layer_names")):
+            named = NamedModule(named.name, module, named.outer, full_name)
+        found[full_name] = named
     return found
 
 
-def _under(found: Mapping[str, Place], full_name: str, module: nn.Module) -> Place:
-    """The place of a module, from that of the module that has it as an attribute."""
+def _under(found: Mapping[str, NamedModule], full_name: str, module: nn.Module) -> NamedModule:
+    """A module under its name, from the one that has it as an attribute."""
     above, _, key = full_name.rpartition(".")
     parent = found[above]
     in_peft, copied = parent.added_by == above, above.rpartition(".")[2] in COPIES
     if in_peft and key in COPIES:
-        return Place(parent.name, module, parent.outer, full_name)
+        return NamedModule(parent.name, module, parent.outer, full_name)
     if in_peft and (key in IN_PLACE or copied):
-        return Place(parent.name, module, parent.outer, None)
+        return NamedModule(parent.name, module, parent.outer, None)
     if in_peft and key in MODELS:
-        return Place(parent.name, module, module, None)
-    return Place(f"{parent.name}.{key}" if parent.name else key, module, module, parent.added_by)
+        return NamedModule(parent.name, module, module, None)
+    return NamedModule(f"{parent.name}.{key}" if parent.name else key, module, module, parent.added_by)
 
 
 def is_peft(module: nn.Module) -> bool:
@@ -168,7 +168,7 @@ def is_peft(module: nn.Module) -> bool:
 class Adapter:
     """A parameter that a PEFT module, the layer, added. ``path`` leads to it, e.g. ``("lora_A", "default")``."""
 
-    layer: Place
+    layer: NamedModule
     path: tuple[str, ...]
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from lwopt_backend.routing.models import Adapter, Place, called, is_peft, modules_of, parameters_of, places
+from lwopt_backend.routing.models import Adapter, NamedModule, called, is_peft, modules_of, named_modules, parameters_of
 from lwopt_backend.routing.shown import Shown, Truth
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -145,16 +145,16 @@ BY_GUESS = "output head, returned and not read"
 def _with_adapters(model: nn.Module, ids: Collection[int]) -> Iterator[int]:
     """The ids of weights, and of what PEFT put around them."""
     yield from ids
-    for place in places(model).values():
-        is_wrapped = place.is_own and place.outer is not place.module
-        if is_wrapped and any(id(param) in ids for param in dict.values(place.module._parameters)):
-            yield from (id(param) for _, param in parameters_of(place.outer))
+    for each in named_modules(model).values():
+        is_wrapped = each.is_own and each.outer is not each.module
+        if is_wrapped and any(id(param) in ids for param in dict.values(each.module._parameters)):
+            yield from (id(param) for _, param in parameters_of(each.outer))
 
 
 def _last_linears(model: nn.Module, *, in_lists: bool = True) -> list[nn.Linear]:
     """The linears outside of repeated blocks, in their order; with those that are members of lists, or without."""
     blocks = _repeated_blocks(model)
-    outside = [(place.name, one) for place, one in _linears(_own_modules(model)) if not _inside(place.name, blocks)]
+    outside = [(each.name, one) for each, one in _linears(_own_modules(model)) if not _inside(each.name, blocks)]
     return [linear for name, linear in outside if in_lists or name not in blocks]
 
 
@@ -219,11 +219,11 @@ def _several(given: Any) -> list[Any]:
 def _by_name(model: nn.Module, rows: frozenset[int]) -> dict[int, Head]:
     blocks = _repeated_blocks(model)
     heads = _as_wide_as_a_vocabulary(model, blocks, rows)
-    for place in _own_modules(model, remove_duplicate=False):
-        leaf = place.name.rpartition(".")[2]
-        if leaf in HEAD_NAMES or (leaf in HEAD_NAMES_OUTSIDE_BLOCKS and not _inside(place.name, blocks)):
-            head = Head(f"output head, named {leaf!r}", doubtful="." in place.name and leaf not in HEAD_NAMES)
-            heads |= dict.fromkeys(map(id, _last_weights(place.outer)), head)
+    for each in _own_modules(model, remove_duplicate=False):
+        leaf = each.name.rpartition(".")[2]
+        if leaf in HEAD_NAMES or (leaf in HEAD_NAMES_OUTSIDE_BLOCKS and not _inside(each.name, blocks)):
+            head = Head(f"output head, named {leaf!r}", doubtful="." in each.name and leaf not in HEAD_NAMES)
+            heads |= dict.fromkeys(map(id, _last_weights(each.outer)), head)
     return heads
 
 
@@ -257,12 +257,12 @@ def widths(model: nn.Module) -> Widths:
     """What ``rows_for_heads`` needs of a model or of a part of one."""
     blocks = _repeated_blocks(model)
     own = _own_modules(model)
-    named = [(place.name, place.module) for place in own if isinstance(place.module, EMBEDDINGS)]
+    named = [(each.name, each.module) for each in own if isinstance(each.module, EMBEDDINGS)]
     tables = {id(table.weight) for _, table in named}
     linears = _linears(own)
     return Widths(
         frozenset(table.num_embeddings for name, table in named if not NOT_A_VOCABULARY.search(name)),
-        frozenset(linear.out_features for place, linear in linears if not _inside(place.name, blocks)),
+        frozenset(linear.out_features for each, linear in linears if not _inside(each.name, blocks)),
         any(id(linear.weight) in tables for _, linear in linears),
     )
 
@@ -296,10 +296,10 @@ def _last_weights(module: nn.Module) -> Iterator[nn.Parameter]:
     if not linears:
         yield from _own_parameters(module, recurse=is_peft(module))
         return
-    place, last = linears[-1]
-    if not place.name or last.in_features != last.out_features:
+    last, linear = linears[-1]
+    if not last.name or linear.in_features != linear.out_features:
         for each, _ in linears:
-            if each.name == place.name:
+            if each.name == last.name:
                 yield from _parameters(each)
 
 
@@ -310,23 +310,23 @@ def _as_wide_as_a_vocabulary(model: nn.Module, blocks: frozenset[str], rows: fro
     """
     own = _own_modules(model)
     linears = _linears(own)
-    wide = [place for place, linear in linears if linear.out_features in rows and not _inside(place.name, blocks)]
+    wide = [each for each, linear in linears if linear.out_features in rows and not _inside(each.name, blocks)]
     if not wide:
         return {}
     last = wide[-1].name
     container = last.rpartition(".")[0]
     in_a_list = container in {p.name for p in own if isinstance(p.module, (nn.ModuleList, nn.ModuleDict))}
     heads = [p for p in wide if p.name == last or (in_a_list and p.name.rpartition(".")[0] == container)]
-    params = (param for place in heads for param in _parameters(place))
-    is_last = linears[-1][0].name in {place.name for place in heads}
+    params = (param for each in heads for param in _parameters(each))
+    is_last = linears[-1][0].name in {each.name for each in heads}
     return dict.fromkeys(
         map(id, params), Head("output head, as many outputs as the embedding has rows", doubtful=not is_last)
     )
 
 
-def _parameters(place: Place) -> Iterator[nn.Parameter]:
+def _parameters(each: NamedModule) -> Iterator[nn.Parameter]:
     """The parameters of a module and of what PEFT put around it."""
-    return _own_parameters(place.outer, recurse=place.outer is not place.module)
+    return _own_parameters(each.outer, recurse=each.outer is not each.module)
 
 
 def _own_parameters(module: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -334,26 +334,26 @@ def _own_parameters(module: nn.Module, recurse: bool = True) -> Iterator[nn.Para
     return (param for _, param in of if param is not None)
 
 
-def _own_modules(model: nn.Module, remove_duplicate: bool = True) -> list[Place]:
+def _own_modules(model: nn.Module, remove_duplicate: bool = True) -> list[NamedModule]:
     """The model's own modules, without what PEFT added."""
-    return [place for place in places(model, remove_duplicate).values() if place.is_own]
+    return [each for each in named_modules(model, remove_duplicate).values() if each.is_own]
 
 
-def _linears(places: Sequence[Place]) -> list[tuple[Place, nn.Linear]]:
-    return [(place, place.module) for place in places if isinstance(place.module, nn.Linear)]
+def _linears(modules: Sequence[NamedModule]) -> list[tuple[NamedModule, nn.Linear]]:
+    return [(each, each.module) for each in modules if isinstance(each.module, nn.Linear)]
 
 
 def _repeated_blocks(model: nn.Module) -> frozenset[str]:
     """Names of modules in a list of layers, or next to another of their kind (experts)."""
     blocks, own = set(), _own_modules(model)
-    kinds_of = {id(place.outer): type(place.module) for place in own}
-    for place in own:
-        name, container = place.name, place.module
+    kinds_of = {id(each.outer): type(each.module) for each in own}
+    for each in own:
+        name, container = each.name, each.module
         children = list(container.named_children())
         numbered = any(key.isdigit() for key, _ in children)  # a pipeline stage also numbers its layers
         if not numbered and not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
-        if place.outer is model and isinstance(model, nn.ModuleList):
+        if each.outer is model and isinstance(model, nn.ModuleList):
             continue  # modules of one model, such as a pipeline's stages
         if name.rpartition(".")[2] in HEAD_NAMES | HEAD_NAMES_OUTSIDE_BLOCKS:
             continue
@@ -402,16 +402,16 @@ class Use:
 def uses_of(model: nn.Module) -> Mapping[int, list[Use]]:
     """Every use of each parameter, by the parameter's id; a tied parameter has several."""
     uses: dict[int, list[Use]] = {}
-    found = places(model)
-    for module_name, place in found.items():
-        for key, param in dict.items(place.module._parameters):
+    found = named_modules(model)
+    for module_name, each in found.items():
+        for key, param in dict.items(each.module._parameters):
             if param is None:
                 continue
             full_name = f"{module_name}.{key}" if module_name else key
             name, adapter = plain_name(full_name), None
-            if place.added_by is not None:
-                path = full_name.removeprefix(f"{place.added_by}.").split(".")
-                adapter = Adapter(found[place.added_by], tuple(path))
-            used = Use(name, name.rpartition(".")[0], place.module, adapter, module_name)
+            if each.added_by is not None:
+                path = full_name.removeprefix(f"{each.added_by}.").split(".")
+                adapter = Adapter(found[each.added_by], tuple(path))
+            used = Use(name, name.rpartition(".")[0], each.module, adapter, module_name)
             uses.setdefault(id(param), []).append(used)
     return uses
