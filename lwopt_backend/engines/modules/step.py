@@ -31,16 +31,16 @@ from lwopt_backend.engines.gradients import (
     checked_order,
     clip_factor,
 )
-from lwopt_backend.engines.modules.parts import (
+from lwopt_backend.engines.modules.module_optimizer import (
     NAME,
-    Part,
+    ModuleOptimizer,
     check_held,
     check_names,
     check_none_failed,
     difference,
     facts_of,
     in_one_order,
-    parts_of,
+    module_optimizers,
     together,
 )
 from lwopt_backend.groups.members import same
@@ -102,14 +102,14 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
         self._kept = GradientNorms(ClipGroups({}, {}), agree(self._everyone, NAME, decide))  # over all modules
         what = f"{NAME}: expected all modules on all ranks, in one order, with None for modules on other ranks"
-        parts = agree(self._everyone, what, lambda: (parts_of(optimizers), list(optimizers)))
+        mine = agree(self._everyone, what, lambda: (module_optimizers(optimizers), list(optimizers)))
         self.names = tuple(optimizers)
-        self.modules = {name: part.optimizer for name, part in parts.items()}
-        # Describing this rank's parts may fail: then all ranks raise, and none waits.
-        here = agree(self._everyone, NAME, lambda: ({name: facts_of(part) for name, part in parts.items()}, []))
+        self.modules = {name: module.optimizer for name, module in mine.items()}
+        # Describing this rank's modules may fail: then all ranks raise, and none waits.
+        here = agree(self._everyone, NAME, lambda: ({name: facts_of(module) for name, module in mine.items()}, []))
         held = self._everyone.gather_objects(here)
-        check_held(self._everyone, self.names, parts, held)
-        self._parts = in_one_order(parts, held)
+        check_held(self._everyone, self.names, mine, held)
+        self._mine = in_one_order(mine, held)
         found = [has for of_rank in held for has in of_rank.values()]
         # Clip groups; None is the rest.
         self._groups = tuple(dict.fromkeys([None, *chain(*(has.groups for has in found))]))
@@ -119,9 +119,9 @@ class ModuleOptimizers(torch.optim.Optimizer):
         self._steps = 0
         self._integrity = StepIntegrity(NAME)
         common = frozenset.intersection(*(has.defaults for has in found))
-        mine = next((optimizer.defaults for optimizer in self.modules.values()), {})
+        defaults = next((optimizer.defaults for optimizer in self.modules.values()), {})
         # As after unpickling: the base class's constructor requires parameters, which a rank may not have.
-        self.__setstate__({"defaults": {key: mine.get(key) for key in sorted(common)}})
+        self.__setstate__({"defaults": {key: defaults.get(key) for key in sorted(common)}})
         self._rates = MadeRates(self.param_groups)
 
     @property
@@ -188,7 +188,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
             ValueError, RuntimeError: as ``grad_norms``; ValueError also for a glob that no name matches.
         """
         order, picks = checked_order(norm_type), self._picks(names)
-        norm = self._measure(NORMS, 1, lambda part: [part.gradients.norm(order, picks[part.name])])
+        norm = self._measure(NORMS, 1, lambda module: [module.gradients.norm(order, picks[module.name])])
         return _total([*chain(*norm.values())], norm_type)
 
     @undisturbed()
@@ -206,7 +206,9 @@ class ModuleOptimizers(torch.optim.Optimizer):
             ValueError, RuntimeError: as ``grad_norm``.
         """
         picks = self._picks(names)
-        zeros = self._measure("the zeros in gradients", 1, lambda part: [part.gradients.count_zeros(picks[part.name])])
+        zeros = self._measure(
+            "the zeros in gradients", 1, lambda module: [module.gradients.count_zeros(picks[module.name])]
+        )
         return int(sum(chain(*zeros.values())))
 
     @undisturbed()
@@ -243,7 +245,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         self._clip(found, norm_type, limits)
         for norm in self._kept.of_groups.values():
             check_finite(norm, norm_type, error_if_nonfinite)
-        self._clipped = {name: part.gradients.version() for name, part in self._parts.items()}
+        self._clipped = {name: module.gradients.version() for name, module in self._mine.items()}
         return self._kept.of_groups[None]
 
     def _clip(self, found: Measured, norm_type: float, max_norms: Mapping[str, float] | None = None) -> None:
@@ -252,15 +254,15 @@ class ModuleOptimizers(torch.optim.Optimizer):
         norms = {group: _total(norms, norm_type) for group, norms in zip(self._groups, zip(*found.values()))}
         self._kept.of_groups = norms
         finite = all(map(torch.isfinite, norms.values()))
-        for name, part in self._parts.items():
-            limits = dict(part.groups.limits)
+        for name, module in self._mine.items():
+            limits = dict(module.groups.limits)
             if max_norms is not None:
                 limits[None] = max_norms[name]
-            part.norms.of_groups |= {group: norms[group] for group in limits}
+            module.norms.of_groups |= {group: norms[group] for group in limits}
             for group, limit in limits.items() if finite else ():
                 factor = clip_factor(limit, norms[group]).item()
                 if factor < 1:
-                    part.gradients.scale(factor, part.groups.pick(group))
+                    module.gradients.scale(factor, module.groups.pick(group))
 
     @property
     def clip_group_norms(self) -> dict[str, Tensor]:
@@ -279,8 +281,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
             RuntimeError: on all ranks, as ``grad_norms``.
         """
         self._norms(2.0)  # reduces them to their owners
-        for part in self._parts.values():
-            part.gradients.scale(factor)
+        for module in self._mine.values():
+            module.gradients.scale(factor)
 
     @undisturbed()
     @torch.no_grad()
@@ -305,7 +307,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
             raise TypeError(f"{NAME}.step takes no closure; it returns whether all modules stepped")
         hooked = bool(self._optimizer_step_post_hooks or AFTER)  # such hooks may read parameters
         with one_call(self, begins=True, ends=True), ExitStack() as ends:
-            for ours in (part.ours for part in self._parts.values() if part.ours is not None):
+            for ours in (module.ours for module in self._mine.values() if module.ours is not None):
                 ends.callback(ours._end_step)
             self._integrity.check()
             norms, changed = self._norms_at_step()
@@ -321,14 +323,14 @@ class ModuleOptimizers(torch.optim.Optimizer):
                 return False
             self._rates.warn(NAME, self.param_groups)
             with inner_steps():
-                for number, part in enumerate(self._parts.values()):
-                    if part.ours is not None:
-                        part.ours._settles = False
-                        part.ours._rates.told = True  # the rates of all modules were judged above
+                for number, module in enumerate(self._mine.values()):
+                    if module.ours is not None:
+                        module.ours._settles = False
+                        module.ours._rates.told = True  # the rates of all modules were judged above
                     with self._integrity.changing(begun=number > 0):
-                        part.optimizer.step()
-                    if part.ours is not None and hooked:
-                        part.ours.synchronize()
+                        module.optimizer.step()
+                    if module.ours is not None and hooked:
+                        module.ours.synchronize()
             return True
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
@@ -340,8 +342,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
         Args:
             set_to_none: as in torch. The gradients of plain models are always freed.
         """
-        for part in self._parts.values():
-            part.optimizer.zero_grad(set_to_none)
+        for module in self._mine.values():
+            module.optimizer.zero_grad(set_to_none)
 
     @undisturbed()
     def reset_state(self, names: str | Sequence[str]) -> list[str]:
@@ -358,11 +360,11 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """
         found, picks = list[str](), self._picks(names)
 
-        def reset(name: str, part: Part) -> None:
-            chosen = [param for param, _ in part.params() if picks[name](param)]
-            found.extend(f"{name}.{param}" for param in (part.reset_state(chosen) if chosen else ()))
+        def reset(name: str, module: ModuleOptimizer) -> None:
+            chosen = [param for param, _ in module.params() if picks[name](param)]
+            found.extend(f"{name}.{param}" for param in (module.reset_state(chosen) if chosen else ()))
 
-        together(self._everyone, "reset_state", self._parts, reset)
+        together(self._everyone, "reset_state", self._mine, reset)
         return found
 
     def _picks(self, names: str | Sequence[str]) -> dict[str, Pick]:
@@ -372,7 +374,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """
         globs = as_globs(names, "names")
         if globs != ("*",):
-            here = [*chain(*(part.full_names() for part in self._parts.values()))]
+            here = [*chain(*(module.full_names() for module in self._mine.values()))]
             found = self._everyone.gather_objects((globs, [any(map(named_like([glob]), here)) for glob in globs]))
             if len({given for given, _ in found}) > 1:
                 given = "; ".join(f"rank {rank}: {list(given)}" for rank, (given, _) in enumerate(found))
@@ -382,41 +384,43 @@ class ModuleOptimizers(torch.optim.Optimizer):
                     raise ValueError(f"{NAME}: names: {glob!r} matches no trained parameter; name its module first")
         pick = named_like(globs)
 
-        def of(part: Part) -> Pick:
-            return lambda param: pick(f"{part.name}.{param}") and param not in part.out
+        def of(module: ModuleOptimizer) -> Pick:
+            return lambda param: pick(f"{module.name}.{param}") and param not in module.out
 
-        return {name: of(part) for name, part in self._parts.items()}
+        return {name: of(module) for name, module in self._mine.items()}
 
     def _norms(self, norm_type: float) -> Measured:
         """The norms of each module's gradients, one for each of ``_groups``."""
         order = checked_order(norm_type)
-        return self._measure(NORMS, len(self._groups), lambda part: self._norms_of(part, order))
+        return self._measure(NORMS, len(self._groups), lambda module: self._norms_of(module, order))
 
     def _norms_at_step(self) -> tuple[Measured, bool]:
         """The norms of order 2 of the gradients of a step, and whether any rank's gradients have changed since they
         were clipped."""
 
-        def measure(part: Part) -> list[Tensor | float]:
+        def measure(module: ModuleOptimizer) -> list[Tensor | float]:
             if not same(self._list, self._shown):
                 raise ValueError(f"param_groups: expected those of the modules, found others in the list; {NO_GROUPS}")
-            if part.ours is not None:
-                part.ours._begin_step()
-            return self._norms_of(part, 2.0)
+            if module.ours is not None:
+                module.ours._begin_step()
+            return self._norms_of(module, 2.0)
 
-        def changed(part: Part) -> bool:
-            return self._clipped is not None and not part.gradients.version().same(self._clipped[part.name])
+        def changed(module: ModuleOptimizer) -> bool:
+            return self._clipped is not None and not module.gradients.version().same(self._clipped[module.name])
 
         compare = self._steps % COMPARED_EVERY == 0
         return self._measured(NORMS, len(self._groups), measure, changed, compare)
 
-    def _norms_of(self, part: Part, order: float) -> list[Tensor | float]:
-        ours = (None, *part.groups.limits)
-        found = [part.gradients.norm(order, part.groups.pick(g)) if g in ours else 0.0 for g in self._groups]
-        if part.ours is not None:  # after the norm, in which the module's ranks meet
-            part.ours._checked.check(part.ours.param_groups)
+    def _norms_of(self, module: ModuleOptimizer, order: float) -> list[Tensor | float]:
+        ours = (None, *module.groups.limits)
+        found = [module.gradients.norm(order, module.groups.pick(g)) if g in ours else 0.0 for g in self._groups]
+        if module.ours is not None:  # after the norm, in which the module's ranks meet
+            module.ours._checked.check(module.ours.param_groups)
         return found
 
-    def _measure(self, what: str, width: int, measure: Callable[[Part], Sequence[Tensor | float]]) -> Measured:
+    def _measure(
+        self, what: str, width: int, measure: Callable[[ModuleOptimizer], Sequence[Tensor | float]]
+    ) -> Measured:
         """By module, ``width`` values of at least 0 that all of its ranks ``measure``, as ``_measured``."""
         return self._measured(what, width, measure)[0]
 
@@ -424,8 +428,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
         self,
         what: str,
         width: int,
-        measure: Callable[[Part], Sequence[Tensor | float]],
-        flag: Callable[[Part], bool] = lambda part: False,
+        measure: Callable[[ModuleOptimizer], Sequence[Tensor | float]],
+        flag: Callable[[ModuleOptimizer], bool] = lambda module: False,
         compare: bool = False,
     ) -> tuple[Measured, bool]:
         """By module, ``width`` values of at least 0 that all of its ranks ``measure``, on all ranks; NaN if any rank
@@ -440,10 +444,10 @@ class ModuleOptimizers(torch.optim.Optimizer):
         table = torch.full((len(self.names), 2, width + 2), -math.inf, dtype=torch.float64, device=device)
         failed: dict[str, Exception] = {}
         measured: dict[str, Sequence[Tensor | float]] = {}
-        for name, part in self._parts.items():
+        for name, module in self._mine.items():
             try:
-                number = float(int(digest(part.options())[:12], 16)) if compare else 0.0  # a double holds 48 bits
-                measured[name] = [*measure(part), float(flag(part)), number]
+                number = float(int(digest(module.options())[:12], 16)) if compare else 0.0  # a double holds 48 bits
+                measured[name] = [*measure(module), float(flag(module)), number]
             except Exception as error:  # other modules' ranks wait for this one, so it is raised below, on all ranks
                 failed[name] = error
                 measured[name] = [math.nan] * (width + 2)
@@ -457,7 +461,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         flagged = False
         for name, (most, negatives) in found.items():
             if most.pop() != -negatives.pop():
-                raise difference(self._everyone, name, self._parts[name].options() if name in self._parts else None)
+                raise difference(self._everyone, name, self._mine[name].options() if name in self._mine else None)
             flagged = most.pop() > 0 or flagged
             for number, (largest, negative) in enumerate(zip(most, negatives)):
                 if negative == math.inf:
@@ -480,7 +484,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         Returns:
             By module, the ``state_dict`` of its optimizer.
         """
-        return saved(self, lambda: {name: self._parts[name].state_dict() for name in self.modules})
+        return saved(self, lambda: {name: self._mine[name].state_dict() for name in self.modules})
 
     @undisturbed()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -499,14 +503,14 @@ class ModuleOptimizers(torch.optim.Optimizer):
     def _take_state(self, state_dict: dict[str, Any]) -> None:
         def check() -> None:
             check_names("load_state_dict", state_dict, self.names, tuple(self.modules))
-            for name, part in self._parts.items():
-                part.check_saved(state_dict[name])
+            for name, module in self._mine.items():
+                module.check_saved(state_dict[name])
 
-        def load(name: str, part: Part) -> None:
-            part.optimizer.load_state_dict(state_dict[name])
+        def load(name: str, module: ModuleOptimizer) -> None:
+            module.optimizer.load_state_dict(state_dict[name])
 
         check_on_all(self._everyone, NAME, check)
-        together(self._everyone, "load_state_dict", self._parts, load)
+        together(self._everyone, "load_state_dict", self._mine, load)
         self._integrity.loaded()
         self._rates.loaded(self.param_groups)
 
@@ -525,7 +529,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """
         from lwopt_backend.engines.modules import state
 
-        self._measured("options", 0, lambda part: [], compare=True)
+        self._measured("options", 0, lambda module: [], compare=True)
         state.save(self._everyone, self.state_dict(), Path(path))
 
     @undisturbed()

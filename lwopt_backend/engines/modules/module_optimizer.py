@@ -69,7 +69,7 @@ class CopiedGradients:
             grad.mul_(factor)
 
 
-class Part:
+class ModuleOptimizer:
     """A module's optimizer on a rank that has the module.
 
     ``ours`` is a ``LayerWiseOptimizer``, whose ranks share the work. It is None for any other torch optimizer, of which
@@ -174,24 +174,24 @@ class Part:
         return [setting("optimizer", type(self.optimizer).__name__), *copies]
 
 
-def parts_of(optimizers: Any) -> dict[str, Part]:
+def module_optimizers(optimizers: Any) -> dict[str, ModuleOptimizer]:
     """This rank's modules by name. Raises TypeError or ValueError for problems visible on one rank."""
     if not isinstance(optimizers, Mapping) or not optimizers:
         raise TypeError(f"{NAME}: expected a mapping from modules' names to optimizers, found {optimizers!r}")
-    parts: dict[str, Part] = {}
+    mine: dict[str, ModuleOptimizer] = {}
     homes: dict[int, tuple[str, str]] = {}
     for module, optimizer in optimizers.items():
         if optimizer is None:
             continue
-        parts[module] = Part(module, optimizer)
-        for name, param in parts[module].params():
+        mine[module] = ModuleOptimizer(module, optimizer)
+        for name, param in mine[module].params():
             other, others_name = homes.setdefault(id(param), (module, name))
             if other != module:
                 raise ValueError(
                     f"{NAME}: expected every parameter in one module, found {others_name!r} of {other!r} as {name!r} "
                     f"of {module!r}; give it to one of them only"
                 )
-    return parts
+    return mine
 
 
 def check_names(what: str, found: Mapping[str, Any], names: Sequence[str], needed: Sequence[str]) -> None:
@@ -205,12 +205,12 @@ def check_names(what: str, found: Mapping[str, Any], names: Sequence[str], neede
 
 
 @dataclass(frozen=True)
-class PartFacts:
-    """A rank's part of a module.
+class ModuleFacts:
+    """A module's optimizer on a rank, as other ranks know it.
 
     - ``place``: this rank, and the number of ranks that share the optimizer's work; None for copies.
     - ``numel``: of the gradients that this package sends in backward; infinite where DDP or FSDP2 sends them.
-    - ``lines``: a digest of ``Part.lines``.
+    - ``lines``: a digest of ``ModuleOptimizer.lines``.
     - ``defaults``: the names of the optimizer's defaults.
     - ``groups``: the names of its clip groups.
     """
@@ -222,19 +222,24 @@ class PartFacts:
     groups: tuple[str | None, ...]
 
 
-def facts_of(part: Part) -> PartFacts:
-    """The facts that other ranks must know about a part."""
-    everyone = None if part.ours is None else part.ours._everyone()
+def facts_of(module: ModuleOptimizer) -> ModuleFacts:
+    """The facts that other ranks must know about a module's optimizer."""
+    everyone = None if module.ours is None else module.ours._everyone()
     place = None if everyone is None else (everyone.rank, everyone.world_size)
-    in_backward = sum(param.numel() for _, param in part.params())
-    numel = in_backward if isinstance(part.optimizer, PlainOptimizer) else math.inf
-    return PartFacts(place, numel, digest(part.lines()), frozenset(part.optimizer.defaults), (*part.groups.limits,))
+    in_backward = sum(param.numel() for _, param in module.params())
+    numel = in_backward if isinstance(module.optimizer, PlainOptimizer) else math.inf
+    return ModuleFacts(
+        place, numel, digest(module.lines()), frozenset(module.optimizer.defaults), (*module.groups.limits,)
+    )
 
 
 def check_held(
-    everyone: Collectives, names: Sequence[str], parts: Mapping[str, Part], held: Sequence[Mapping[str, PartFacts]]
+    everyone: Collectives,
+    names: Sequence[str],
+    mine: Mapping[str, ModuleOptimizer],
+    held: Sequence[Mapping[str, ModuleFacts]],
 ) -> None:
-    """Compare the ranks' parts of each module. Called on all ranks; raises the same error on all of them."""
+    """Compare each module's optimizers. Called on all ranks; raises the same error on all of them."""
     for name in names:
         found = {rank: of_rank[name] for rank, of_rank in enumerate(held) if name in of_rank}
         if not found:
@@ -242,7 +247,7 @@ def check_held(
                 f"{NAME}: module {name!r}: expected an optimizer on some rank, found none; leave its name out"
             )
         if len({has.lines for has in found.values()}) > 1:
-            raise difference(everyone, name, parts[name].lines() if name in parts else None)
+            raise difference(everyone, name, mine[name].lines() if name in mine else None)
         places = {rank: has.place for rank, has in found.items() if has.place is not None}
         if places and sorted(places.values()) != [(place, len(found)) for place in range(len(found))]:
             raise ValueError(
@@ -262,8 +267,10 @@ def difference(everyone: Collectives, name: str, lines: Sequence[str] | None) ->
     )
 
 
-def in_one_order(parts: Mapping[str, Part], held: Sequence[Mapping[str, PartFacts]]) -> dict[str, Part]:
-    """The parts in the one order in which ranks call their collectives, those with the most elements first.
+def in_one_order(
+    mine: Mapping[str, ModuleOptimizer], held: Sequence[Mapping[str, ModuleFacts]]
+) -> dict[str, ModuleOptimizer]:
+    """The optimizers in the one order in which ranks call their collectives, those with the most elements first.
 
     Two groups that share ranks must start collectives in one order on all of these ranks. NCCL's kernels wait on the
     GPU, and if one has to end before another begins (CUDA_DEVICE_MAX_CONNECTIONS=1), ranks with different orders wait
@@ -280,21 +287,23 @@ def in_one_order(parts: Mapping[str, Part], held: Sequence[Mapping[str, PartFact
     order = sorted(numel, key=lambda name: -numel[name])
     for number, name in enumerate(order):
         before = set().union(*(ranks[other] for other in order[:number] if len(ranks[other]) > 1))
-        optimizer = parts[name].optimizer if name in parts else None
+        optimizer = mine[name].optimizer if name in mine else None
         if isinstance(optimizer, PlainOptimizer) and before & ranks[name]:
             optimizer.core.manager.overlap = False
-    return {name: parts[name] for name in order if name in parts}
+    return {name: mine[name] for name in order if name in mine}
 
 
-def together(everyone: Collectives, what: str, parts: Mapping[str, Part], do: Callable[[str, Part], None]) -> None:
+def together(
+    everyone: Collectives, what: str, mine: Mapping[str, ModuleOptimizer], do: Callable[[str, ModuleOptimizer], None]
+) -> None:
     """Run ``do`` for each of this rank's modules, in order. Called on all ranks, which raise if any fails.
 
     If it fails for one module, it still runs for the others, because their ranks would otherwise wait.
     """
     failed: dict[str, Exception] = {}
-    for name, part in parts.items():
+    for name, module in mine.items():
         try:
-            do(name, part)
+            do(name, module)
         except Exception as error:  # reported to the other ranks first, then raised below
             failed[name] = error
     check_none_failed(everyone, what, failed)
