@@ -44,7 +44,7 @@ from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import TO_DO, StateStore, Whole, keeps_state, put, reasons
 
 WHAT = "load_checkpoint"
-Writers = Mapping[str, Told | ValueError | None]  # by parameter: what is known of who wrote its state
+WriterOf = Mapping[str, Told | ValueError | None]  # by parameter: what is known of who wrote its state
 PLACED = {"params", "name", "moe", MOMENTUM, *OURS}  # a group's keys that no checkpoint changes
 ALONE = "load the weights alone, with load_optimizer_states=False"
 KEPT = "owner state of the matrices"
@@ -319,7 +319,7 @@ def _others(engine: DeepSpeedEngine, trained: Mapping[str, TrainedParam]) -> dic
 
 
 def _fitting(
-    folder: Path, checkpoint: Checkpoint, store: StateStore, others: Collection[str], writers: Writers | None
+    folder: Path, checkpoint: Checkpoint, store: StateStore, others: Collection[str], writers: WriterOf | None
 ) -> tuple[dict[str, Param], list[str]]:
     """The trained parameters in the checkpoint, by this model's names, and sentences about permitted differences.
 

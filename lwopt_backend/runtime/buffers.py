@@ -21,7 +21,7 @@ from lwopt_backend.runtime.collectives import (
     phase,
     sending,
 )
-from lwopt_backend.runtime.exchange import Beside, Writers
+from lwopt_backend.runtime.exchange import Beside, ProducerStreams
 from lwopt_backend.runtime.tensors import owned_dtype
 
 
@@ -200,7 +200,7 @@ class BucketBuffers:
         self._slots = {slot.param: slot for slot in bucket.slots}
         self._arrived: set[int] = set()
         first = params[bucket.slots[0].param]
-        self._writers = Writers(first.device)
+        self._producers = ProducerStreams(first.device)
         self.values = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
         for slot in bucket.slots:
             view = self.view(self.values, slot.param)
@@ -323,13 +323,13 @@ class BucketBuffers:
     def _full_buffer(self) -> Tensor:
         if self.full is None:
             self.full = self._ledger.empty(self.bucket.numel, self._grad_dtype, self.values.device)
-        self._writers.note(self.full)
+        self._producers.note(self.full)
         return self.full
 
     def launch(self) -> PartsPending:
         """Start reducing the gradients to their owners; missing ones are zero. Called on all ranks."""
         full, ranks = self._full_buffer(), self.rank_groups.instance
-        self._writers.join()
+        self._producers.join()
         here = {i for i, p in self._params.items() if p.grad is not None} if self._keep_full else self._arrived
         for index in self._slots.keys() - here:
             self.view(full, index).zero_()

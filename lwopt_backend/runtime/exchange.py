@@ -97,7 +97,7 @@ class Beside:
             self._streams.current_stream(self._device).wait_stream(self._own)
 
 
-class Writers:
+class ProducerStreams:
     """The streams that use a buffer before it is sent, where ``device`` has streams.
 
     autograd runs a backward operation, and the hooks of a gradient, on the stream of the forward operation. So a model
