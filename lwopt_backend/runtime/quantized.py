@@ -73,10 +73,10 @@ class Rows:
         return whole.flatten(-2)
 
 
-Part = tuple[Rows, ...]  # a rank's elements of a matrix, in row-major order
+MatrixPart = tuple[Rows, ...]  # a rank's elements of a matrix, in row-major order
 
 
-def part_of(fragment: Fragment | None, columns: int) -> Part:
+def part_of(fragment: Fragment | None, columns: int) -> MatrixPart:
     """The rows in a rank's fragment of a matrix with these ``columns``."""
     if fragment is None:
         return ()
@@ -86,7 +86,7 @@ def part_of(fragment: Fragment | None, columns: int) -> Part:
     return tuple(Rows(rows, width, column % BLOCK) for (_, column), (rows, width) in boxes)
 
 
-def part_nbytes(part: Part) -> int:
+def part_nbytes(part: MatrixPart) -> int:
     """Bytes of the codes and the scales."""
     return sum(rows.numel + SCALE_BYTES * rows.rows * rows.blocks for rows in part)
 
@@ -108,7 +108,7 @@ def planned_nbytes(plan: MatrixPlan) -> list[int]:
     return found
 
 
-def quantize(flat: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+def quantize(flat: Tensor, part: MatrixPart) -> tuple[Tensor, Tensor]:
     """Codes and scales, int8 (..., elements) and fp32 (..., blocks), of the elements ``flat``, fp32 of (..., elements).
 
     Of several matrices alike, the leading dimension has their number.
@@ -124,7 +124,7 @@ def quantize(flat: Tensor, part: Part) -> tuple[Tensor, Tensor]:
     return codes, torch.cat(scales, -1)
 
 
-def dequantize(codes: Tensor, scales: Tensor, part: Part) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor, part: MatrixPart) -> Tensor:
     """The elements, fp32, of the codes and scales that ``quantize`` returns."""
     flat = codes.float()
     # By a tensor on the device: with a number, CUDA multiplies by a rounded 1 / 127, and 127 / 127 is not one.
@@ -140,17 +140,17 @@ def dequantize(codes: Tensor, scales: Tensor, part: Part) -> Tensor:
     return flat
 
 
-def _split(part: Part, *flats: Tensor) -> list[tuple[Tensor, ...]]:
+def _split(part: MatrixPart, *flats: Tensor) -> list[tuple[Tensor, ...]]:
     numels = [rows.numel for rows in part]
     return [flat.split(numels, -1) for flat in flats]
 
 
-class Held(NamedTuple):
+class QuantizedTensor(NamedTuple):
     codes: Tensor
     scales: Tensor
 
 
-Cut = Callable[[Tensor], Iterable[tuple[int, Sequence[Tensor]]]]  # the views of matrices in a tensor, by atom
+ViewsIn = Callable[[Tensor], Iterable[tuple[int, Sequence[Tensor]]]]  # the views of matrices in a tensor, by atom
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class QuantizedPiece:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    cut: Cut
+    cut: ViewsIn
 
     def read(self) -> Tensor:
         whole = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -184,10 +184,10 @@ class QuantizedState:
 
     def __init__(self, atoms: Sequence[Atom], fragment: Callable[[int], Fragment | None]) -> None:
         self._atoms, self._fragment = atoms, fragment
-        self._parts: dict[int, Part] = {}
-        self._held: dict[tuple[int, str], Held] = {}
+        self._parts: dict[int, MatrixPart] = {}
+        self._held: dict[tuple[int, str], QuantizedTensor] = {}
 
-    def part(self, atom: int) -> Part:
+    def part(self, atom: int) -> MatrixPart:
         """The rows that this rank stores of a matrix."""
         if atom not in self._parts:
             self._parts[atom] = part_of(self._fragment(atom), self._atoms[atom].shape[1])
@@ -218,7 +218,7 @@ class QuantizedState:
         dtype, device = torch.promote_types(found.grads[0].dtype, torch.float32), found.values[0].device
         states = [dict(state) for state in found.states]
         stacks: list[tuple[str, list[int], Tensor]] = []
-        alike: dict[Part, list[int]] = {}
+        alike: dict[MatrixPart, list[int]] = {}
         for number, atom in enumerate(atoms):
             alike.setdefault(self.part(atom), []).append(number)
         first_of = [0]
@@ -260,16 +260,16 @@ class QuantizedState:
             held.scales.copy_(scales)
 
     def piece(
-        self, keys: Sequence[str], shape: Sequence[int], dtype: torch.dtype, device: torch.device, cut: Cut
+        self, keys: Sequence[str], shape: Sequence[int], dtype: torch.dtype, device: torch.device, cut: ViewsIn
     ) -> dict[str, QuantizedPiece]:
         """By key, the state of elements whose weights are of this shape and dtype."""
         wide = torch.promote_types(dtype, torch.float32)
         return {key: QuantizedPiece(self, key, tuple(shape), wide, device, cut) for key in keys}
 
-    def _hold(self, atom: int, key: str, device: torch.device) -> Held:
+    def _hold(self, atom: int, key: str, device: torch.device) -> QuantizedTensor:
         if (atom, key) not in self._held:
             part = self.part(atom)
             numel, blocks = sum(rows.numel for rows in part), sum(rows.rows * rows.blocks for rows in part)
             codes = torch.zeros(numel, dtype=torch.int8, device=device)
-            self._held[atom, key] = Held(codes, torch.zeros(blocks, dtype=torch.float32, device=device))
+            self._held[atom, key] = QuantizedTensor(codes, torch.zeros(blocks, dtype=torch.float32, device=device))
         return self._held[atom, key]
