@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.layouts import Fragment, Layout, by_kind
-from lwopt_backend.plan.mesh import Rows
+from lwopt_backend.plan.mesh import MeshRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Transfer:
 
 
 def transfer_of(
-    bucket: Sequence[int], owners: Sequence[int], layout: Layout, rank: int, rows: Rows | None, *, back: bool
+    bucket: Sequence[int], owners: Sequence[int], layout: Layout, rank: int, rows: MeshRows | None, *, back: bool
 ) -> Transfer:
     """The transfer of the bucket's atoms, piece by piece, to their owners, as ``rank`` sees it.
 
@@ -82,13 +82,13 @@ def transfer_of(
     return found if rows is None else found.within(rows.of[rank][0])
 
 
-def along_column(back: Transfer, rows: Rows, rank: int) -> list[list[Segment]]:
+def along_column(back: Transfer, rows: MeshRows, rank: int) -> list[list[Segment]]:
     """Per rank of the column of ``rank``, its segments of ``back`` that come from owners in that rank's row."""
     members = (set(rows.of[member][0]) for member in rows.of[rank][1])
     return [[segment for segment in back.receives if segment.peer in row] for row in members]
 
 
-def copied_numels(bucket: Sequence[int], owners: Sequence[int], layout: Layout, rows: Rows | None) -> list[int]:
+def copied_numels(bucket: Sequence[int], owners: Sequence[int], layout: Layout, rows: MeshRows | None) -> list[int]:
     """Per rank, the size of a part in its column's all-gather: the largest of its ranks'."""
     if rows is None:
         return []

@@ -120,7 +120,7 @@ def _chunk(span: Span, parts: int, index: int) -> Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class MeshRows:
     """Ranks of a mesh that copies all matrices (HSDP): each row stores them once, the ranks of a column store the same.
 
     ``of[rank]`` has the rank's row and column, as ranks in ascending order.
@@ -135,7 +135,7 @@ class Rows:
     of: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
     @classmethod
-    def of_mesh(cls, coordinates: Sequence[Coordinate], copied: Collection[int]) -> Rows | None:
+    def of_mesh(cls, coordinates: Sequence[Coordinate], copied: Collection[int]) -> MeshRows | None:
         """None if there is only one row, or one column: then a rank stores everything."""
         of = []
         for along in (False, True):  # a row's ranks are in the same place along the dimensions that copy
@@ -187,9 +187,9 @@ class MeshLayout:
         return set.intersection(*(set(sharding.copied) for sharding in set(self.shardings)))
 
     @cached_property
-    def rows(self) -> Rows | None:
+    def rows(self) -> MeshRows | None:
         """The rows along these dimensions."""
-        return Rows.of_mesh(self.coordinates, self._copied) if self.shardings else None
+        return MeshRows.of_mesh(self.coordinates, self._copied) if self.shardings else None
 
     @cached_property
     def instance(self) -> MeshLayout:
@@ -264,7 +264,7 @@ class MeshLayout:
         return [rank for rank, (begin, end) in zip(ranks, self._firsts[whole]) if begin <= place < end]
 
 
-def rows_of(layout: Layout) -> Rows | None:
+def rows_of(layout: Layout) -> MeshRows | None:
     """The rows of a mesh with copies of all matrices; None for any other layout."""
     return layout.rows if isinstance(layout, MeshLayout) else None
 

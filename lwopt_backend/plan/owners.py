@@ -35,7 +35,7 @@ from lwopt_backend.plan.exchange import (
     with_own_blocks,
 )
 from lwopt_backend.plan.layouts import Alike, Fragment, Layout, by_kind
-from lwopt_backend.plan.mesh import MeshLayout, Rows, rows_of
+from lwopt_backend.plan.mesh import MeshLayout, MeshRows, rows_of
 
 if TYPE_CHECKING:
     from typing import Unpack  # from Python 3.11 on
@@ -431,7 +431,7 @@ class MatrixPlan:
     element_bytes: int = 2  # of one element on the wire
     modelled: tuple[tuple[str, StepTime], ...] = ()
     tensors: int = 1  # sent to the owner: the direction, or the gradient and the weight
-    instances: Rows | None = None  # of a mesh whose copies each follow this plan by themselves, one row an instance
+    instances: MeshRows | None = None  # of a mesh whose copies each follow this plan by themselves, one row an instance
     compared: tuple[float, float] | None = None  # modelled seconds: work shared over copies, and each by itself
     block_period: int = 1  # steps from one update of whole matrices to the next; each rank's block in those between
     alike: Alike | None = field(default=None, compare=False, repr=False)
@@ -477,7 +477,7 @@ class MatrixPlan:
         return all(part is not None and part.numel == atom.numel for part, atom in held)
 
     @cached_property
-    def rows(self) -> Rows | None:
+    def rows(self) -> MeshRows | None:
         """Rows of ranks within which pieces travel to their owner and back; None if they travel between all ranks."""
         return rows_of(self.layout)
 
@@ -503,7 +503,7 @@ class MatrixPlan:
         everything = self._transfer(bucket, rank, None, back=True)
         return [] if self.rows is None else along_column(everything, self.rows, rank)
 
-    def _transfer(self, bucket: int, rank: int, rows: Rows | None, *, back: bool) -> Transfer:
+    def _transfer(self, bucket: int, rank: int, rows: MeshRows | None, *, back: bool) -> Transfer:
         return transfer_of(self.buckets[bucket], self.ownership.owners, self.layout, rank, rows, back=back)
 
     def lines(self) -> list[str]:
