@@ -84,7 +84,9 @@ def fused_weights(
             else:
                 full = f"{name.rpartition('.')[2]}.{key}"
                 is_kernel = len(known[id(param)][0]) < param.ndim
-                told = _told(Held(name, full, holder, param, is_kernel), shown, outputs[id(param)], sizes, inputs_in)
+                told = _told(
+                    ModuleParam(name, full, holder, param, is_kernel), shown, outputs[id(param)], sizes, inputs_in
+                )
             if found.setdefault(id(param), told).outputs != told.outputs:
                 found[id(param)] = Fusion(why="whole, as two modules divide it in two ways")
     for lora in all_lora(model):
@@ -92,7 +94,7 @@ def fused_weights(
     return {weight: fusion for weight, fusion in found.items() if fusion != Fusion()}
 
 
-class Held(NamedTuple):
+class ModuleParam(NamedTuple):
     """A parameter, the module that holds it, that module's name, and the last two names of the parameter. A kernel has
     more dimensions than its matrix."""
 
@@ -103,7 +105,7 @@ class Held(NamedTuple):
     is_kernel: bool = False
 
 
-def _told(held: Held, shown: Shown, dim: int, sizes: Sizes, inputs_in: Inputs) -> Fusion:
+def _told(held: ModuleParam, shown: Shown, dim: int, sizes: Sizes, inputs_in: Inputs) -> Fusion:
     """What runs show about the outputs of a weight: the surest that uses it, and does not only return them."""
     looks = _looks_fused(held, shown.around(held.module_name) or held.module, sizes, inputs_in)
     best: tuple[Sight, Ends, Parted] | None = None
@@ -191,7 +193,7 @@ def _folded(name: str, sight: Sight, dim: int, size: tuple[int, int] | None) -> 
     return found[0] if len(found) == 1 else None
 
 
-def _looks_fused(held: Held, around: nn.Module, sizes: Sizes, inputs_in: Inputs) -> bool:
+def _looks_fused(held: ModuleParam, around: nn.Module, sizes: Sizes, inputs_in: Inputs) -> bool:
     """By its name; or by its size: no weight beside it takes all its outputs, and they are several times its inputs, or
     twice or three times those of another."""
     ours = sizes(held.param)
