@@ -18,7 +18,7 @@ from lwopt_backend.routing.tracks import (
     SLICES,
     End,
     Ends,
-    Slices,
+    SliceUse,
     Source,
     Track,
     Tracks,
@@ -127,7 +127,7 @@ def _kernel(
 def _note_slices(
     known: Tracks, number: int, roles_of: Mapping[int, set[str]], value: Value, at: Callable[[Tensor], Tensor]
 ) -> None:
-    use = known.slices.setdefault(number, Slices())
+    use = known.slices.setdefault(number, SliceUse())
     if LEADS in roles_of:
         leads = sorted(dim for dim in roles_of if dim >= LEADS)
         use.dims.add("".join(_letter(roles_of[dim], at(value.weight[number, dim])) for dim in (*leads, 2, 1)))

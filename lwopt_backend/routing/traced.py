@@ -24,7 +24,7 @@ from lwopt_backend.routing.follow import Follow
 from lwopt_backend.routing.meta import OnMeta
 from lwopt_backend.routing.models import modules_of, parameters_of
 from lwopt_backend.routing.parts import partition
-from lwopt_backend.routing.tracks import Ends, Slices, Use
+from lwopt_backend.routing.tracks import Ends, SliceUse, Use
 
 FIRST_TRIES, TRIES = 16, 40  # changes of such arguments that come no further
 AT_A_TIME = 4  # of these for one run, before others have their turn
@@ -54,7 +54,7 @@ class Run:
     steps: int
     divided: int = 0
     uses: Mapping[int, set[Use]] = field(default_factory=dict)
-    slices: Mapping[int, Slices] = field(default_factory=dict)
+    slices: Mapping[int, SliceUse] = field(default_factory=dict)
     heads: frozenset[int] = frozenset()
     convolved: Mapping[int, tuple[int, bool]] = field(default_factory=dict)
     contracted: frozenset[tuple[int, int]] = frozenset()

@@ -141,7 +141,7 @@ class Ends:
 
 
 @dataclass(slots=True)
-class Slices:
+class SliceUse:
     """How products use a weight of which each step may take one slice: the leading index of three dimensions or more,
     or equal runs of the rows of two.
 
@@ -169,7 +169,7 @@ class Tracks:
 
     def __init__(self, weights: Sequence[Tensor], linears: Collection[int] = ()) -> None:
         self.ends: dict[Source, Ends] = {}
-        self.slices: dict[int, Slices] = {}
+        self.slices: dict[int, SliceUse] = {}
         self.uses: dict[int, set[Use]] = {n: set() for n in range(len(weights)) if n not in linears}
         self.convolved: dict[int, tuple[int, bool]] = {}
         self.contracted: set[Source] = set()
