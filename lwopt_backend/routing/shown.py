@@ -20,7 +20,7 @@ from lwopt_backend.routing.copies import Shape
 from lwopt_backend.routing.examples import as_given
 from lwopt_backend.routing.models import called, modules_of
 from lwopt_backend.routing.traced import Run, Runs
-from lwopt_backend.routing.tracks import CHANNELS, KERNEL, Ends, SliceUse, Use
+from lwopt_backend.routing.tracks import CHANNELS, KERNEL, Ends, SliceUse, UsedAs
 
 # What decided about a parameter: an option, a name, the class of its module, its library's own word, or a run of the
 # model's code, on a guess at its arguments or on an example.
@@ -53,7 +53,7 @@ class Sight:
         return self.run.error
 
     @property
-    def uses(self) -> set[Use]:
+    def uses(self) -> set[UsedAs]:
         return self.run.uses.get(self.number, set())
 
     @property

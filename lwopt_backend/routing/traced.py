@@ -24,7 +24,7 @@ from lwopt_backend.routing.follow import Follow
 from lwopt_backend.routing.meta import OnMeta
 from lwopt_backend.routing.models import modules_of, parameters_of
 from lwopt_backend.routing.parts import partition
-from lwopt_backend.routing.tracks import Ends, SliceUse, Use
+from lwopt_backend.routing.tracks import Ends, SliceUse, UsedAs
 
 FIRST_TRIES, TRIES = 16, 40  # changes of such arguments that come no further
 AT_A_TIME = 4  # of these for one run, before others have their turn
@@ -53,7 +53,7 @@ class Run:
     error: Exception | None
     steps: int
     divided: int = 0
-    uses: Mapping[int, set[Use]] = field(default_factory=dict)
+    uses: Mapping[int, set[UsedAs]] = field(default_factory=dict)
     slices: Mapping[int, SliceUse] = field(default_factory=dict)
     heads: frozenset[int] = frozenset()
     convolved: Mapping[int, tuple[int, bool]] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from lwopt_backend.routing.numbered import LARGEST, Outputs, every, outputs_of, 
 # channels that a convolution makes; each leading dimension of several by itself, from LEADS on.
 Source = tuple[int, int]
 SLICES, KERNEL, CHANNELS, LEADS = 3, 4, 0, 5
-Use = Literal["multiplied", "added", "lost"]  # of a weight that no linear has: the last by an unknown operation
+UsedAs = Literal["multiplied", "added", "lost"]  # of a weight that no linear has: the last by an unknown operation
 ACTIVATED, MIXED, SCALED = 1, 2, 4  # how outputs were treated: by an activation, attention, data
 
 
@@ -170,7 +170,7 @@ class Tracks:
     def __init__(self, weights: Sequence[Tensor], linears: Collection[int] = ()) -> None:
         self.ends: dict[Source, Ends] = {}
         self.slices: dict[int, SliceUse] = {}
-        self.uses: dict[int, set[Use]] = {n: set() for n in range(len(weights)) if n not in linears}
+        self.uses: dict[int, set[UsedAs]] = {n: set() for n in range(len(weights)) if n not in linears}
         self.convolved: dict[int, tuple[int, bool]] = {}
         self.contracted: set[Source] = set()
         self.looked_up: set[int] = set()
@@ -261,7 +261,7 @@ class Tracks:
                 if outputs and source[1] != SLICES and source[1] < LEADS:
                     yield source, outputs
 
-    def note(self, tensor: Tensor, use: Use) -> None:
+    def note(self, tensor: Tensor, use: UsedAs) -> None:
         value = self.values.get(id(tensor))
         for number in {*value.derived, *(number for number, _ in value.weight)} if value is not None else ():
             if number in self.uses:
