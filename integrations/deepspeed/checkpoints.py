@@ -37,7 +37,7 @@ AS_LAID_OUT = f"load it with the {THESE_OF_BUCKETS} it was saved with"
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedFacts:
     """A checkpoint's description of itself. ``groups`` has the parameters' names, one list per param group of the
     optimizer (stages 1 and 2) or per sub-group (stage 3); None at stage 0, where ``names`` has them. ``owned`` is the
     mark of owned storage, ``stranger`` describes another optimizer that wrote it. ``shards`` is the number of
@@ -138,7 +138,7 @@ def check(
     return [f"{folder.name}, saved on {saved.world_size} ranks"]
 
 
-def _check_optimizer(folder: Path, saved: Saved, core: BufferCore | None, stage: int) -> None:
+def _check_optimizer(folder: Path, saved: SavedFacts, core: BufferCore | None, stage: int) -> None:
     """Raises ValueError for the state of another optimizer, storage or stage."""
     if saved.stranger is not None:  # its state has other names and other groups
         raise ValueError(
@@ -156,7 +156,7 @@ def _check_optimizer(folder: Path, saved: Saved, core: BufferCore | None, stage:
         raise _wrong_stage(folder, "0" if saved.groups is None else "1 or 2", stage)
 
 
-def _read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
+def _read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> SavedFacts:
     """Read the file of this rank's model-parallel part and, with ``with_state``, its optimizer's file."""
     stage = engine.zero_optimization_stage()
     name = f"mp_rank_{engine.checkpoint_mp_rank:02d}_model_states.pt"
@@ -182,7 +182,7 @@ def _read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
     names = optimizer.get(NAMES) if isinstance(optimizer, Mapping) else None
     stranger, shards = None if owned else _stranger(states, optimizer), states.get("mp_world_size") or 1
     ours = [options(group) for group in inner(optimizer).get("param_groups") or () if "rule" in group]
-    return Saved(states["dp_world_size"], groups, names, owned, stranger, shards, ours)
+    return SavedFacts(states["dp_world_size"], groups, names, owned, stranger, shards, ours)
 
 
 def _stranger(states: Mapping[str, Any], optimizer: Any) -> str | None:

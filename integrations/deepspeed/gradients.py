@@ -43,18 +43,18 @@ def watch(engine: DeepSpeedEngine, optimizer: Any) -> None:
 
     def begin(wrapper: Any) -> None:
         if hasattr(wrapper, "partition_grads"):
-            kind: type[Gradients] = PartitionedGradients
+            kind: type[EngineGradients] = PartitionedGradients
         elif hasattr(wrapper, "averaged_gradients"):
             kind = FlatGradients
         else:
-            kind = Gradients if isinstance(optimizer, ZeROOptimizer) else WholeGradients
+            kind = EngineGradients if isinstance(optimizer, ZeROOptimizer) else WholeGradients
         optimizer.gradients = kind(engine, optimizer.name)
         optimizer.gradients.raises = optimizer.config.on_nonfinite == "raise"
 
     deepspeed_engine.when_wrapped(engine, begin)
 
 
-class Gradients:
+class EngineGradients:
     """The gradients of ``engine`` since the last step; of owned storage, which loses none."""
 
     raises = False  # whether a step that DeepSpeed skips is an error
@@ -144,7 +144,7 @@ class Gradients:
         )
 
 
-class WholeGradients(Gradients):
+class WholeGradients(EngineGradients):
     """At stage 0, and of BF16_Optimizer, which have one sum."""
 
     def _end_of_pass(self, reduce: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -158,7 +158,7 @@ class WholeGradients(Gradients):
             self._refuse_none()
 
 
-class _GradientsInBuffers(Gradients):
+class _GradientsInBuffers(EngineGradients):
     def __init__(self, engine: DeepSpeedEngine, name: str) -> None:
         super().__init__(engine, name)
         self._reduced = 0  # passes whose gradients are in the buffers

@@ -38,7 +38,7 @@ from lwopt_backend.groups.registry import build_matrix_rules, count_block_steps
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import zero
 from lwopt_backend.integrations.deepspeed.engine import tensor_ranks
-from lwopt_backend.integrations.deepspeed.gradients import Gradients, watch
+from lwopt_backend.integrations.deepspeed.gradients import EngineGradients, watch
 from lwopt_backend.integrations.deepspeed.universal import prepare_loading
 from lwopt_backend.integrations.deepspeed.zero import Binding, ZeROStore
 from lwopt_backend.routing.routing import full_shape, named_parameters
@@ -57,7 +57,7 @@ class EngineOptimizer(BaseOptimizer):
     for the others, and more where overrides differ.
     """
 
-    gradients: Gradients  # once it has an engine
+    gradients: EngineGradients  # once it has an engine
     gathered: dict[str, Any] | None = None  # its state dict during a save that asks only some ranks for it
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:

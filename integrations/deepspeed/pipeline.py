@@ -29,7 +29,7 @@ from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """A pipeline stage: its parameters' ``routes`` and those of the other stages. ``ranks`` has one rank of each stage.
 
     ``groups`` has every stage's param groups, each as the number of the user's group and its kind.
@@ -54,7 +54,9 @@ class Stage:
         )
 
 
-def meet(engine: DeepSpeedEngine, given: Sequence[Mapping[str, Any]], rules: Rules, config: ZeROConfig) -> Stage | None:
+def meet(
+    engine: DeepSpeedEngine, given: Sequence[Mapping[str, Any]], rules: Rules, config: ZeROConfig
+) -> PipelineStage | None:
     """Route this stage's parameters with the other stages' reports; None if the model is not a pipeline.
 
     Called on all ranks. Raises nothing, so that no rank leaves the others waiting.
@@ -77,7 +79,7 @@ def meet(engine: DeepSpeedEngine, given: Sequence[Mapping[str, Any]], rules: Rul
     routes = route_given(engine.module, given, rules, config, heads, shown=shown)
     of_stages = ranks.gather_objects((routes, _groups(engine.module, given, routes, rules)))
     elsewhere = [route for i, (some, _) in enumerate(of_stages) if i != ranks.rank for route in some]
-    return Stage(ranks, routes, elsewhere, [groups for _, groups in of_stages])
+    return PipelineStage(ranks, routes, elsewhere, [groups for _, groups in of_stages])
 
 
 def _groups(
@@ -95,7 +97,7 @@ def _groups(
     return tuple(sorted(of_params))
 
 
-def check(engine: DeepSpeedEngine, stage: Stage) -> None:
+def check(engine: DeepSpeedEngine, stage: PipelineStage) -> None:
     """Raises ValueError if ``include`` sends a tied weight to the matrix rule, and if stages have different numbers of
     param groups with which DeepSpeed would hang."""
     prefixes = tuple(f"tied_modules.{key}." for key in deepspeed_engine.tied_modules(engine))

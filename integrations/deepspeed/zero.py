@@ -31,7 +31,7 @@ from lwopt_backend.groups.param_groups import check_saved_groups, settings_lines
 from lwopt_backend.groups.registry import MATRIX_RULES, check_devices, quantized_keys, stored_state
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import pipeline
-from lwopt_backend.integrations.deepspeed.pipeline import Stage
+from lwopt_backend.integrations.deepspeed.pipeline import PipelineStage
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse
 from lwopt_backend.plan import Replicas, TensorShards
 from lwopt_backend.routing.routing import Route, cut_of, named_parameters
@@ -317,7 +317,7 @@ class Binding:
     grouping: Grouping
     ranks: list[Collectives]  # the groups of ranks that share parameters with this one
     units: list[Unit]
-    stage: Stage | None  # of a pipeline
+    stage: PipelineStage | None  # of a pipeline
     places: Sequence[tuple[int, int]]  # of tensor parallelism, as in ``TensorShards``
 
     @property
