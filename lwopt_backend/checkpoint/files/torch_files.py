@@ -417,8 +417,8 @@ _ZIP64 = struct.Struct("<HHQQ")
 
 
 @dataclass(frozen=True, eq=False)
-class _Storage:
-    """Stands for a tensor's bytes while the structure is pickled."""
+class _StorageReference:
+    """A tensor's storage in the pickled structure, which has a reference to a record of the file in its place."""
 
     tensor: LazyTensor
     kind: Any
@@ -431,7 +431,7 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
-        self.storages: list[_Storage] = []
+        self.storages: list[_StorageReference] = []
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -441,13 +441,13 @@ class _Pickler(pickle.Pickler):
         make, (_, _, _, _, *rest) = torch.empty(0, dtype=value.dtype).__reduce_ex__(2)  # in torch's form
         kind = next((name for name, dtype in pickles.STORAGES.items() if dtype == value.dtype), None)
         of = (torch.UntypedStorage, value.nbytes) if kind is None else (getattr(torch, kind), value.numel)
-        storage = _Storage(value, of[0], str(len(self.storages)), of[1])
+        storage = _StorageReference(value, of[0], str(len(self.storages)), of[1])
         self.storages.append(storage)
         stride = torch.empty(value.shape, device="meta").stride()
         return make, (storage, 0, torch.Size(value.shape), stride, *rest)
 
     def persistent_id(self, value: Any) -> Any:
-        return ("storage", value.kind, value.key, "cpu", value.count) if isinstance(value, _Storage) else None
+        return ("storage", value.kind, value.key, "cpu", value.count) if isinstance(value, _StorageReference) else None
 
 
 def save(content: Any, path: Path, workers: int = 1) -> int:
