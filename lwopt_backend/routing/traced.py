@@ -178,7 +178,7 @@ class _Search:
         self._sizes = [*dict.fromkeys(_sizes(module, shape))]
         self._images = [*dict.fromkeys(image_sizes(module))]
         self._left, self._tried = ALL_OPERATIONS, dict[Any, Run]()
-        self._nodes: list[_Node] = []
+        self._stopped: list[_StoppedRun] = []
         self._found, self._given = Run({}, None, 0), CallArguments({})
         convolutions = (one for one in modules_of(module).values() if isinstance(one, nn.modules.conv._ConvNd))
         self._channels = tuple(dict.fromkeys(one.in_channels for one in convolutions))
@@ -189,7 +189,7 @@ class _Search:
         for width in widths(self._module, matrices(self._module), self._shape):
             for given in likely(self._module, self._params, width):
                 one = self._run(given.filled(self._given))
-                if len(self._nodes) == 1:
+                if len(self._stopped) == 1:
                     self._repair(FIRST_TRIES)
                 if self._found.is_whole or self._left < 0:
                     return replace(self._found, cost=ALL_OPERATIONS - self._left)
@@ -203,24 +203,24 @@ class _Search:
             one, failure = run(self._module, self._shape, given, self._kinds)
             self._tried[given.key] = one
             self._left -= one.operations + COPYING
-            if not self._nodes or one.rank > self._found.rank:
+            if not self._stopped or one.rank > self._found.rank:
                 self._found, self._given = one, given
             failure = failure and replace(failure, channels=self._channels)
             changes = repairs(given, failure, self._params, self._sizes, self._images) if failure else iter(())
-            self._nodes.append(_Node(one, changes))
+            self._stopped.append(_StoppedRun(one, changes))
         return self._tried[given.key]
 
     def _repair(self, most: int) -> None:
         """Try changes of arguments, a few at a time of those that came furthest."""
         while most > 0 and self._left > 0 and not self._found.is_whole:
-            open_ones = [node for node in self._nodes if not node.is_done]
+            open_ones = [stopped for stopped in self._stopped if not stopped.is_done]
             if not open_ones:
                 return
-            node = max(open_ones, key=lambda node: (-(node.tries // AT_A_TIME), node.run.rank))
-            given = next(node.changes, None)
-            node.tries += 1
+            stopped = max(open_ones, key=lambda stopped: (-(stopped.tries // AT_A_TIME), stopped.run.rank))
+            given = next(stopped.changes, None)
+            stopped.tries += 1
             if given is None:
-                node.is_done = True
+                stopped.is_done = True
             elif given.key not in self._tried and not given.is_huge:
                 before = self._found.rank
                 self._run(given)
@@ -228,7 +228,7 @@ class _Search:
 
 
 @dataclass(slots=True)
-class _Node:
+class _StoppedRun:
     """A run that stopped, and what could be changed in its arguments."""
 
     run: Run
