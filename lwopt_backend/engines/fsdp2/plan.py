@@ -258,10 +258,10 @@ class MeshMember(Member):
 @dataclass(frozen=True)
 class MeshPlan:
     """``members`` in the model's order, and the plan of their matrices. An atom is block ``places[atom]`` of member
-    ``matrices[atom]``."""
+    ``member_of_atom[atom]``."""
 
     members: tuple[MeshMember, ...]
-    matrices: tuple[int, ...]
+    member_of_atom: tuple[int, ...]
     places: tuple[int, ...]
     plan: MatrixPlan
 
@@ -534,7 +534,7 @@ class MeshStepper:
             self.members, groups, rules, config, coordinates, machine, loads=loads, earlier=earlier
         )
         self.plan = self.planned.plan
-        self.member_of_atom, self.places = self.planned.matrices, self.planned.places
+        self.member_of_atom, self.places = self.planned.member_of_atom, self.planned.places
         batch = batch_numel_on(self.device, BATCH_NUMEL)
         self._quantized_keys = [*map(registry.quantized_keys, groups)]
         in_8_bits = [number for number, member in enumerate(self.members) if self._quantized_keys[member.group]]
