@@ -295,7 +295,7 @@ def _as_written(made: Checkpoint, to: str) -> Checkpoint:
 
 
 def _show_conversion(summary: Mapping[str, Any]) -> None:
-    from lwopt_backend.engines.report import nbytes, standard_output
+    from lwopt_backend.engines.report import binary_units, standard_output
 
     console = standard_output()
     before, after = summary["source"], summary["result"]
@@ -311,10 +311,10 @@ def _show_conversion(summary: Mapping[str, Any]) -> None:
     sides = [{(entry["state"], entry["dtype"]): entry for entry in side["states"]} for side in (before, after)]
     for key in {**sides[0], **sides[1]}:
         entries = [side.get(key) for side in sides]
-        cells = [(f"{entry['tensors']:,}", nbytes(entry["size"])) if entry else ("–", "–") for entry in entries]
+        cells = [(f"{entry['tensors']:,}", binary_units(entry["size"])) if entry else ("–", "–") for entry in entries]
         table.add_row(*key, *cells[0], *cells[1])
     table.add_section()
-    table.add_row("all", "", "", nbytes(before["size"]), "", nbytes(after["size"]))
+    table.add_row("all", "", "", binary_units(before["size"]), "", binary_units(after["size"]))
     console.print(table)
     if counts := summary["tensors"]["in_folder"]:
         left = len(summary["tensors"]["left_out"])
@@ -322,7 +322,7 @@ def _show_conversion(summary: Mapping[str, Any]) -> None:
     if summary["files"]:
         console.print(f"\nTaken along: {', '.join(summary['files'])}.")
     print_sentences(console, "Notes", summary["notes"])
-    took = f" in {summary['seconds']:.0f} s, {nbytes(after['size'] / max(summary['seconds'], 1e-9))} a second"
+    took = f" in {summary['seconds']:.0f} s, {binary_units(after['size'] / max(summary['seconds'], 1e-9))} a second"
     said = f"Written to {after['path']}{took}." if after["written"] else "Nothing was written (--dry-run)."
     console.print(f"\n{said}")
 
@@ -391,10 +391,11 @@ def _checked(checkpoint: Checkpoint, silent: bool) -> tuple[list[str], str, list
 
 def _show_contents(found: Mapping[str, Any], checked: bool) -> None:
     from lwopt_backend.checkpoint.contents import SHOWN
-    from lwopt_backend.engines.report import nbytes, standard_output
+    from lwopt_backend.engines.report import binary_units, standard_output
 
     console = standard_output()
     world = ", ".join(f"{name} {size}" for name, size in found["world"].items())
+    tensors, files = binary_units(found["size"]), binary_units(found["size_of_files"])
     rows = [
         ("path", found["path"]),
         ("format", f"{found['format']} ({found['reader']})"),
@@ -404,7 +405,7 @@ def _show_contents(found: Mapping[str, Any], checked: bool) -> None:
         ("step", _said(found["step"])),
         ("samples", _said(found["samples"])),
         ("parameters", f"{found['parameters']:,}, of {found['elements']:,} elements"),
-        ("size", f"{nbytes(found['size'])} of tensors; {found['files']} file(s), {nbytes(found['size_of_files'])}"),
+        ("size", f"{tensors} of tensors; {found['files']} file(s), {files}"),
     ]
     if found["owner_states"]:
         rows.append(("owners' state", f"of {found['owner_states']} parameters"))
@@ -417,14 +418,14 @@ def _show_contents(found: Mapping[str, Any], checked: bool) -> None:
     figures = [Column(heading, justify="right", no_wrap=True) for heading in ("tensors", "elements", "size")]
     table = Table("state", "dtype", *figures)
     for entry in found["states"]:
-        counts = (f"{entry['tensors']:,}", f"{entry['elements']:,}", nbytes(entry["size"]))
+        counts = (f"{entry['tensors']:,}", f"{entry['elements']:,}", binary_units(entry["size"]))
         table.add_row(entry["state"], entry["dtype"], *counts)
     console.print(table)
     if "tensors" in found:
         listing = Table(Column("tensor", overflow="fold"), "state", "shape", "dtype", Column("size", justify="right"))
         for each in found["tensors"]:
             shape = " x ".join(map(str, each["shape"])) or "a number"
-            listing.add_row(each["name"], each["state"], shape, each["dtype"], nbytes(each["size"]))
+            listing.add_row(each["name"], each["state"], shape, each["dtype"], binary_units(each["size"]))
         console.print(listing)
     problems = found["problems"][:SHOWN]
     more = len(found["problems"]) - len(problems)

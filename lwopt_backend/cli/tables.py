@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 from rich.table import Table
 
-from lwopt_backend.engines.report import WIDTH_WITHOUT_TERMINAL, nbytes, numbers, shown_ranks, which_ranks
+from lwopt_backend.engines.report import WIDTH_WITHOUT_TERMINAL, binary_units, numbers, shown_ranks, which_ranks
 from lwopt_backend.groups.registry import MATRIX_RULES
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.planner.part import Part
@@ -48,14 +48,14 @@ def headline(study: Study) -> list[str]:
     peak = max(fullest.peak, fullest.backward)
     if fullest.transient > max(fullest.workspace, fullest.long_lived // 4):
         sentences.append(
-            f"A backward pass needs {nbytes(fullest.transient)} more than it keeps, for gradients on their way in "
-            "buckets: a padded bucket has room for the largest matrix on every rank. --layout compact, with a smaller "
-            "--bucket-mb, needs less."
+            f"A backward pass needs {binary_units(fullest.transient)} more than it keeps, for gradients on their way "
+            "in buckets: a padded bucket has room for the largest matrix on every rank. --layout compact, with a "
+            "smaller --bucket-mb, needs less."
         )
     if 0 < limit < peak:
         sentences.append(
-            f"Does not fit: the fullest rank holds {nbytes(peak)} of parameters, gradients and state, "
-            f"{setting.machine.name} has {nbytes(int(limit))}."
+            f"Does not fit: the fullest rank holds {binary_units(peak)} of parameters, gradients and state, "
+            f"{setting.machine.name} has {binary_units(int(limit))}."
         )
     return sentences
 
@@ -96,7 +96,7 @@ def rank_table(stage: Stage) -> Table:
         kinds = kinds[:-2]
     table = Table(*numbers("rank", "work ms", *kinds), title="Per rank", caption=which_ranks(loads))
     for rank in shown_ranks(loads):
-        sizes = [nbytes(getattr(memory[rank], kind)) for kind in kinds]
+        sizes = [binary_units(getattr(memory[rank], kind)) for kind in kinds]
         table.add_row(str(rank), f"{1e3 * stage.setting.seconds(loads[rank]):.3g}", *sizes)
     return table
 
@@ -107,8 +107,8 @@ def collective_table(stage: Stage) -> Table:
     rows = [(part.name, one) for part in stage.parts for one in part.collectives]
     rows += [("element-wise", one) for each in stage.planned for one in each.elementwise.collectives]
     for whose, one in rows:
-        each = nbytes(one.nbytes // one.count) if one.count else NONE
-        table.add_row(whose, one.what, str(one.count), each, nbytes(one.nbytes))
+        each = binary_units(one.nbytes // one.count) if one.count else NONE
+        table.add_row(whose, one.what, str(one.count), each, binary_units(one.nbytes))
     return table
 
 
@@ -119,7 +119,7 @@ def stage_table(study: Study) -> Table:
     for stage in study.stages:
         for index, part in enumerate(stage.parts):
             step = f"{1e3 * stage.time.total:.4g}" if index == 0 else ""
-            peak = nbytes(max(memory.peak for memory in stage.memory())) if index == 0 else ""
+            peak = binary_units(max(memory.peak for memory in stage.memory())) if index == 0 else ""
             cells = (str(len(part.atoms)), str(part.group_size), f"{part.padding:.2%}", f"{imbalance(part.loads):.3f}")
             table.add_row(str(stage.index) if index == 0 else "", part.name, *cells, step, peak)
     return table

@@ -287,8 +287,8 @@ def on_blocks(plan: MatrixPlan) -> list[str]:
     return [
         f"Blocks: in {plan.block_period - 1} of {plan.block_period} steps each rank updates its own block of "
         f"{len(plan.in_blocks)} of {len(plan.atoms)} matrices, without traffic{rest}. Such a step sends "
-        f"{nbytes(max(plan.between.wire_bytes()))} from the busiest rank, a step of whole matrices "
-        f"{nbytes(max(plan.wire_bytes()))}. A different number of ranks has other blocks, and trains differently."
+        f"{binary_units(max(plan.between.wire_bytes()))} from the busiest rank, a step of whole matrices "
+        f"{binary_units(max(plan.wire_bytes()))}. A different number of ranks has other blocks, and trains differently."
     ]
 
 
@@ -373,11 +373,11 @@ def plan_table(groups: Sequence[GroupPlan]) -> Table:
     state = total(group.state_bytes for group in groups)
     columns = {
         "matrices": lambda rank: str(owned[rank]),
-        "state": lambda rank: nbytes(state[rank]),
+        "state": lambda rank: binary_units(state[rank]),
         "elements that move": lambda rank: (
             f"{moved[rank] / max(1, sum(layout.stored_numel(place(rank)) for layout, place in layouts)):.2%}"
         ),
-        "sent a step": lambda rank: nbytes(sent[rank]),
+        "sent a step": lambda rank: binary_units(sent[rank]),
     }
     return rank_table(total(plan.ownership.loads for plan in plans), [group.rule for group in groups], columns)
 
@@ -420,7 +420,7 @@ def which_ranks(loads: Sequence[int]) -> str | None:
     return f"{shown} of {len(loads)} ranks: the first, the busiest, the least busy" if shown < len(loads) else None
 
 
-def nbytes(count: int) -> str:
+def binary_units(count: int) -> str:
     """Bytes in binary units, e.g. ``"1.5 MiB"``."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -313,10 +313,10 @@ def _table(core: BufferCore, groups: Sequence[Mapping[str, Any]], planned: Plann
     memory = memories_of(core, groups, planned)
     columns = {
         "matrices": owned,
-        "parameters": lambda rank: report.nbytes(memory[rank].parameters + memory[rank].padding),
-        "masters": lambda rank: report.nbytes(memory[rank].masters),
-        "state": lambda rank: report.nbytes(memory[rank].state),
-        "sent a step": lambda rank: report.nbytes(memory[rank].sent),
+        "parameters": lambda rank: report.binary_units(memory[rank].parameters + memory[rank].padding),
+        "masters": lambda rank: report.binary_units(memory[rank].masters),
+        "state": lambda rank: report.binary_units(memory[rank].state),
+        "sent a step": lambda rank: report.binary_units(memory[rank].sent),
     }
     return report.rank_table(planned.plan.loads, [groups[member.group]["rule"] for member in members], columns)
 

@@ -283,8 +283,8 @@ def _table(stepper: MeshStepper, mesh: Mesh) -> Table:
     sent, owned = (plan.of_mesh(of_ranks) for of_ranks in (plan.wire_bytes(), plan.owned_counts()))
     columns = {
         "matrices": lambda place: str(owned[place]),
-        "state": lambda place: report.nbytes(state(mesh.coordinates[place])),
-        "sent a step": lambda place: report.nbytes(sent[place]),
+        "state": lambda place: report.binary_units(state(mesh.coordinates[place])),
+        "sent a step": lambda place: report.binary_units(sent[place]),
     }
     rules = [member.rule for member in stepper.members]
     return report.rank_table(plan.of_mesh(plan.ownership.loads), rules, columns, sorted(mesh.ranks))
