@@ -117,7 +117,7 @@ class Underway:
             self.at = ""
             raise
         except BaseException as error:
-            self.failed = named(error)
+            self.failed = one_line(error)
             raise
         return self.at
 
@@ -129,7 +129,7 @@ class Underway:
     discard = close
 
 
-def named(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """An error in one line, without what it keeps alive."""
     return f"{type(error).__name__}: {error}"
 

@@ -16,7 +16,7 @@ from lwopt_backend.plan.buffers.layout import Bucket
 from lwopt_backend.runtime.buffers import BucketBuffers, Ledger, RankGroups
 from lwopt_backend.runtime.exchange import Beside
 from lwopt_backend.runtime.presence import Presence
-from lwopt_backend.runtime.step import GRADIENTS, Underway, first_error, named, reduced, returned
+from lwopt_backend.runtime.step import GRADIENTS, Underway, first_error, one_line, reduced, returned
 
 # Buckets in flight to their owners. The stream of the backward pass waits for the one before them, because its next
 # allocations may reuse that bucket's memory. More in flight would take more memory, and hide no more communication.
@@ -244,9 +244,9 @@ class BucketManager:
         try:
             yield
         except BaseException as error:
-            self.lost = self.lost or named(error)
+            self.lost = self.lost or one_line(error)
             if joins and any(bucket.rank_groups.everyone.world_size > 1 for bucket in self.buckets):
-                self._behind = self._behind or named(error)
+                self._behind = self._behind or one_line(error)
             raise
 
     def _check_joins(self) -> None:
