@@ -162,7 +162,7 @@ class ComparedOptions:
 def option_lines(groups: Groups) -> list[str]:
     """The options of all param groups, one line each."""
     return [
-        setting(f"{key} of param group {number} ({rule_of(group)})", plain(value))
+        setting(f"{key} of param group {number} ({rule_of(group)})", comparable(value))
         for number, group in enumerate(groups)
         for key, value in arguments(group).items()
     ]
@@ -172,21 +172,21 @@ def settings_lines(rules: Rules, config: HostConfig) -> list[str]:
     """One line for each setting that must be equal on all ranks, which excludes ``report``."""
     lines = [setting("torch.__version__", str(torch.__version__))]
     for kind, group in (("matrix", rules.matrix), ("elementwise", rules.elementwise)):
-        lines += [setting(f"{kind}.{key}", plain(value)) for key, value in group.items()]
+        lines += [setting(f"{kind}.{key}", comparable(value)) for key, value in group.items()]
     for number, override in enumerate(rules.overrides):
-        lines += [setting(f"overrides[{number}].{key}", plain(value)) for key, value in vars(override).items()]
-    return lines + [setting(key, plain(value)) for key, value in asdict(config).items() if key != "report"]
+        lines += [setting(f"overrides[{number}].{key}", comparable(value)) for key, value in vars(override).items()]
+    return lines + [setting(key, comparable(value)) for key, value in asdict(config).items() if key != "report"]
 
 
-def plain(value: Any) -> Any:
+def comparable(value: Any) -> Any:
     """Spell equal values alike: 1 and 1.0, a tensor and its number, a list and a tuple. A value without a spelling,
     such as a function, becomes the name of its type."""
     if isinstance(value, Tensor):
         value = value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, (list, tuple)):
-        return tuple(map(plain, value))
+        return tuple(map(comparable, value))
     if isinstance(value, Mapping):
-        return {key: plain(entry) for key, entry in value.items()}
+        return {key: comparable(entry) for key, entry in value.items()}
     if isinstance(value, float):
         return int(value) if value.is_integer() else float(value)
     return value if value is None or isinstance(value, (int, str, torch.dtype)) else type(value).__qualname__
@@ -398,7 +398,7 @@ def rates(groups: Groups) -> list[tuple[str, int, str, str]]:
     for group in groups:
         known, options = known_in(group), arguments(group)
         found = [
-            f"{plain(options[key]):g}{', the default' if options[key] == known[key].default else ''}"
+            f"{comparable(options[key]):g}{', the default' if options[key] == known[key].default else ''}"
             if options.get(key) is not None
             else ("left to the class" if key in known.keys() - options.keys() else "none")
             for key in SHARED

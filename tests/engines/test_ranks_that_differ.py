@@ -336,7 +336,8 @@ def test_options_are_compared_every_64_steps() -> None:
     for ranks, differ in (([found[0], other], True), ([found[0]] * 2, False), (alone, False), ([none, none], False)):
         assert ComparedOptions.differ([max(flags) for flags in zip(*ranks)]) == differ
     assert 0 <= found[0][0] < 2**31
-    assert param_groups.plain([fail, {"a": 2.0}, None, torch.float32]) == ("function", {"a": 2}, None, torch.float32)
+    given = [fail, {"a": 2.0}, None, torch.float32]
+    assert param_groups.comparable(given) == ("function", {"a": 2}, None, torch.float32)
 
 
 @on_ranks(2)

@@ -16,7 +16,7 @@ from lwopt_backend.engines.base import picked
 from lwopt_backend.engines.buffers.gradients import BufferGradients
 from lwopt_backend.engines.fsdp2.gradients import MeshGradients, sum_of_bits
 from lwopt_backend.engines.gradients import ClipGroups, GradientNorms, Guard, Pick, Version, everything, version_of
-from lwopt_backend.groups.param_groups import option_lines, plain
+from lwopt_backend.groups.param_groups import comparable, option_lines
 from lwopt_backend.groups.registry import check_group, rule_of
 from lwopt_backend.optimizer import LayerWiseOptimizer, PlainOptimizer
 from lwopt_backend.runtime.agreement import (
@@ -124,7 +124,7 @@ class ModuleOptimizer:
         groups = enumerate(self.optimizer.param_groups)
         items = [(number, key, value) for number, group in groups for key, value in group.items()]
         known = ("params", "param_names")
-        return [setting(f"{key} of param group {n}", plain(value)) for n, key, value in items if key not in known]
+        return [setting(f"{key} of param group {n}", comparable(value)) for n, key, value in items if key not in known]
 
     def reset_state(self, names: str | Sequence[str]) -> list[str]:
         """As ``LayerWiseOptimizer.reset_state``."""

@@ -44,7 +44,7 @@ from lwopt_backend.engines.modules.module_optimizer import (
     together,
 )
 from lwopt_backend.groups.members import same
-from lwopt_backend.groups.param_groups import COMPARED_EVERY, plain
+from lwopt_backend.groups.param_groups import COMPARED_EVERY, comparable
 from lwopt_backend.groups.rates import MadeRates
 from lwopt_backend.optimizer import PlainOptimizer
 from lwopt_backend.routing.routing import as_globs, named_like
@@ -98,7 +98,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         def decide() -> tuple[Guard, list[str]]:
             found = checked({key: options_in(HostConfig)[key] for key in given}, given)
             guard = Guard(NAME, found["on_nonfinite"], found["skip_above"], skips_by_default=True)
-            return guard, [setting(key, plain(value)) for key, value in found.items()]
+            return guard, [setting(key, comparable(value)) for key, value in found.items()]
 
         self._kept = GradientNorms(ClipGroups({}, {}), agree(self._everyone, NAME, decide))  # over all modules
         what = f"{NAME}: expected all modules on all ranks, in one order, with None for modules on other ranks"
