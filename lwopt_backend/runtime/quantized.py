@@ -76,7 +76,7 @@ class Rows:
 MatrixPart = tuple[Rows, ...]  # a rank's elements of a matrix, in row-major order
 
 
-def part_of(fragment: Fragment | None, columns: int) -> MatrixPart:
+def rows_in(fragment: Fragment | None, columns: int) -> MatrixPart:
     """The rows in a rank's fragment of a matrix with these ``columns``."""
     if fragment is None:
         return ()
@@ -97,14 +97,14 @@ def planned_nbytes(plan: MatrixPlan) -> list[int]:
     shapes = [atom.shape for atom in plan.atoms]
     if isinstance(getattr(layout, "storage", layout), Replicas):  # of which the owner alone keeps the state
         for atom, owner in enumerate(plan.ownership.owners):
-            found[owner] += part_nbytes(part_of(layout.fragment(atom, owner), shapes[atom][1]))
+            found[owner] += part_nbytes(rows_in(layout.fragment(atom, owner), shapes[atom][1]))
         return found
     alike: dict[tuple[Hashable, int], list[int]] = {}
     for atom, (_, columns) in enumerate(shapes):
         alike.setdefault((layout.kind(atom), columns), []).append(atom)
     for (_, columns), some in alike.items():
         for fragment in layout.fragments(some[0]):
-            found[fragment.rank] += len(some) * part_nbytes(part_of(fragment, columns))
+            found[fragment.rank] += len(some) * part_nbytes(rows_in(fragment, columns))
     return found
 
 
@@ -190,7 +190,7 @@ class QuantizedState:
     def part(self, atom: int) -> MatrixPart:
         """The rows that this rank stores of a matrix."""
         if atom not in self._parts:
-            self._parts[atom] = part_of(self._fragment(atom), self._atoms[atom].shape[1])
+            self._parts[atom] = rows_in(self._fragment(atom), self._atoms[atom].shape[1])
         return self._parts[atom]
 
     def make(self, keys: Sequence[str], atoms: Iterable[int], device: torch.device) -> None:

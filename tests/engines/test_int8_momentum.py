@@ -169,7 +169,7 @@ SIZES = [1.0, 3e38, 1e-37, 1e-42, 1e-44, 0.0]  # normal, about to overflow, of s
 @pytest.mark.parametrize(("columns", "fragment"), FRAGMENTS)
 def test_what_codes_stand_for_has_these_codes(columns: int, fragment: Fragment) -> None:
     """To the bit, of numbers of all sizes; each is as near as a code can be."""
-    part = quantized.part_of(fragment, columns)
+    part = quantized.rows_in(fragment, columns)
     starts = range(fragment.start, fragment.start + fragment.runs * max(1, fragment.pitch), max(1, fragment.pitch))
     places = [start + at for start in starts[: fragment.runs] for at in range(fragment.stop - fragment.start)]
     blocks = torch.tensor([place // columns * columns + place % columns // 256 for place in places])
@@ -189,7 +189,7 @@ def test_what_codes_stand_for_has_these_codes(columns: int, fragment: Fragment) 
 
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
 def test_a_block_with_a_number_that_is_not_finite_is_nan(wrong: float) -> None:
-    flat, part = torch.ones(600), quantized.part_of(Fragment(0, 0, 600, 0), 600)
+    flat, part = torch.ones(600), quantized.rows_in(Fragment(0, 0, 600, 0), 600)
     flat[300] = wrong
     wide = quantized.dequantize(*quantized.quantize(flat, part), part)
     assert wide.isnan().tolist() == [256 <= place < 512 for place in range(600)]

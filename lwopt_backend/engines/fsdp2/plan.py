@@ -34,7 +34,7 @@ from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.pieces import Pieces, Regions, Slices, box_regions
 from lwopt_backend.runtime.places import Rules
 from lwopt_backend.runtime.presence import Presence
-from lwopt_backend.runtime.quantized import QuantizedPiece, part_nbytes, part_of
+from lwopt_backend.runtime.quantized import QuantizedPiece, part_nbytes, rows_in
 from lwopt_backend.runtime.state import StatePiece, keeps_state, with_quantized
 from lwopt_backend.runtime.step import MatrixStepper, StepInput
 
@@ -382,7 +382,7 @@ def mesh_state_nbytes(
 def _nbytes_in_8_bits(sharding: Sharding, blocks: Sequence[Block], coordinate: Coordinate) -> int:
     """Bytes of one state in 8 bits of a parameter's matrices at ``coordinate``."""
     fragments = ((sharding_in(sharding, block).fragment(0, coordinate), block.shape[1]) for block in blocks)
-    return sum(part_nbytes(part_of(fragment, columns)) for fragment, columns in fragments)
+    return sum(part_nbytes(rows_in(fragment, columns)) for fragment, columns in fragments)
 
 
 # From param groups of sharded parameters to steppers: one per device mesh, planned in the same order on all ranks.
