@@ -343,7 +343,7 @@ def matrices_of(shape: tuple[int, ...]) -> tuple[Block, ...]:
     return divided(grid, undivided(grid.rows))
 
 
-def end_to_end(blocks: Sequence[Block]) -> bool:
+def lie_end_to_end(blocks: Sequence[Block]) -> bool:
     """Whether the blocks are contiguous in the flattened parameter, one after the other."""
     place = 0
     for block in blocks:

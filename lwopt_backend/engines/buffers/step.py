@@ -31,7 +31,7 @@ from lwopt_backend.groups.registry import (
     stored_state,
 )
 from lwopt_backend.plan import Atom
-from lwopt_backend.plan.atoms import end_to_end
+from lwopt_backend.plan.atoms import lie_end_to_end
 from lwopt_backend.plan.buffers.layout import BUCKET_END, NCCL_BUCKET_END, Bucket, BufferParam
 from lwopt_backend.plan.buffers.plan import BufferPlan, plan_buffers
 from lwopt_backend.plan.cost import Machine, Shape
@@ -107,7 +107,7 @@ def _buffer_param(member: Member, group: Mapping[str, Any], costs: dict[Shape, i
         rows = max(1, member.param.shape[0])
         shape = (rows, member.param.numel() // rows)
         whole = Atom(member.name, shape, sum(atom.cost for atom in atoms))
-    parts = tuple((atom.numel, atom.cost) for atom in atoms) if len(atoms) > 1 and end_to_end(member.blocks) else ()
+    parts = tuple((atom.numel, atom.cost) for atom in atoms) if len(atoms) > 1 and lie_end_to_end(member.blocks) else ()
     return BufferParam(member.name, member.param.numel(), member.dtype, whole, member.tied, parts)
 
 
