@@ -142,7 +142,7 @@ def regrouped(state: Any, order: Sequence[int], count: int) -> Any:
     return by_group([state], [count], lambda key, lists: [lists[0][number] for number in order])
 
 
-def joined(states: Sequence[Any], numbers: Sequence[Sequence[int]]) -> Any:
+def joined_schedules(states: Sequence[Any], numbers: Sequence[Sequence[int]]) -> Any:
     """The state of a scheduler over all param groups of a model, from those of its parts. ``numbers`` are those of each
     part's groups among all."""
     places = {number: (part, place) for part, of_part in enumerate(numbers) for place, number in enumerate(of_part)}

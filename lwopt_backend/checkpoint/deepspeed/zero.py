@@ -26,7 +26,7 @@ from lwopt_backend.checkpoint.contents import (
 from lwopt_backend.checkpoint.deepspeed import files as ds
 from lwopt_backend.checkpoint.deepspeed.files import STEP, Gathered, ModelStates
 from lwopt_backend.groups import registry
-from lwopt_backend.groups.rates import joined
+from lwopt_backend.groups.rates import joined_schedules
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
 # Names are the module's own. DeepSpeed is not imported.
@@ -229,8 +229,8 @@ def _joined(parts: Sequence[Checkpoint]) -> Checkpoint:
     matrices = {name: of for part in parts for name, of in part.arguments.get(ds.MATRICES, {}).items()}
     return replace(
         first,
-        scheduler=joined([part.scheduler for part in parts], of_parts),
-        client=joined([part.client for part in parts], of_parts),
+        scheduler=joined_schedules([part.scheduler for part in parts], of_parts),
+        client=joined_schedules([part.client for part in parts], of_parts),
         params=params,
         groups=tuple(groups),
         arguments={**first.arguments, **({ds.MATRICES: matrices} if matrices else {})},
