@@ -20,7 +20,7 @@ from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.deepspeed.files import load_mapping
 from lwopt_backend.checkpoint.files.folders import Content
 from lwopt_backend.checkpoint.files.pickles import plain
-from lwopt_backend.checkpoint.formats import FORMATS, step_of
+from lwopt_backend.checkpoint.formats import FORMATS, step_path
 
 CONFIG, TRAINER, SCHEDULER = "config.json", "trainer_state.json", "scheduler.pt"
 OF_MODEL = (  # what from_pretrained reads of a model, its tokenizer and its processors
@@ -38,7 +38,7 @@ OF_RUN = (
 def beside(path: Path, format: str, target: str) -> list[Path]:
     """The files beside a checkpoint of ``format`` that its conversion to ``target`` takes along: the model's, and for
     a target that training resumes from, the run's."""
-    folder = step_of(path, format).parent if FORMATS[format].pointer else path
+    folder = step_path(path, format).parent if FORMATS[format].pointer else path
     known = OF_MODEL if target == "safetensors" else (*OF_MODEL, *OF_RUN)
     found = [file for file in folder.iterdir() if any(fnmatchcase(file.name, pattern) for pattern in known)]
     return sorted(file for file in found if file.is_file())

@@ -125,13 +125,13 @@ def _hint(path: Path) -> str:
     for name, format in FORMATS.items():
         if format.pointer and (path / format.pointer).is_file():
             try:
-                return f": its file {format.pointer} names {step_of(path, name).name!r}, which is none"
+                return f": its file {format.pointer} names {step_path(path, name).name!r}, which is none"
             except CheckpointError as error:
                 return f": {error}"
     return ""
 
 
-def step_of(path: Path, format: str) -> Path:
+def step_path(path: Path, format: str) -> Path:
     """The folder of one step that is read, which a pointer in ``path`` may name."""
     found: Path = _reader(format).read.folder_of(path)
     return found

@@ -239,7 +239,7 @@ def convert(
     along = [] if module else companions.beside(source, reader, to)
     found = companions.with_schedule(found, along)
     taken = companions.contents(found, along, to, dtype and SHORT.get(dtype, dtype))
-    tag = formats.step_of(source, reader).name if reader in KEEPS_TAG else None
+    tag = formats.step_path(source, reader).name if reader in KEEPS_TAG else None
     into = conversion.destination_of(found, to, destination, tag, taken)
     folders.refuse_existing(into.folder)  # before hours are spent on reading
     companions.refuse_others(into.root, taken)
@@ -348,7 +348,7 @@ def inspect(
     reader, checkpoint = opened(path, format)
     rows = None if tensors is None else _matching(checkpoint, tensors)
     problems, advice, notes = _checked(checkpoint, as_json) if check else ([], "", [UNCHECKED])
-    files = [file for file in formats.step_of(path, reader).rglob("*") if file.is_file()]
+    files = [file for file in formats.step_path(path, reader).rglob("*") if file.is_file()]
     found = {
         **{"path": str(path), "reader": reader, **described(checkpoint)},
         **{"files": len(files), "size_of_files": sum(file.stat().st_size for file in files)},
