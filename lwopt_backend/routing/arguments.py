@@ -179,7 +179,7 @@ def is_input(param: inspect.Parameter) -> bool:
     return any(word in param.name for word in LIKE_INPUT) and not any(word in param.name for word in NOT_INPUT)
 
 
-def widths(module: nn.Module, matrices: Sequence[Tensor], shape: Any) -> list[int]:
+def input_sizes(module: nn.Module, matrices: Sequence[Tensor], shape: Any) -> list[int]:
     """Likely sizes of the inputs: those of the first linears' inputs, then those of the first weights."""
     linears = (one for one in modules_of(module).values() if isinstance(one, nn.Linear))
     inputs = [shape(one.weight)[-1] for one in linears][: WIDTHS // 2]

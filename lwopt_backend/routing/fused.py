@@ -20,7 +20,7 @@ from lwopt_backend.plan.atoms import Parts, Stripes, equal, grouped
 from lwopt_backend.routing.models import LoRA, all_lora, modules_of, parameters_of
 from lwopt_backend.routing.numbered import Outputs, runs_of
 from lwopt_backend.routing.numbered import first as first_of
-from lwopt_backend.routing.parts import Parted, called, partition, with_links
+from lwopt_backend.routing.parts import Parted, partition, said_by, with_links
 from lwopt_backend.routing.shown import Shown, Sight, Truth
 from lwopt_backend.routing.tracks import Ends
 
@@ -286,7 +286,7 @@ def _name(part: Outputs, ends: Ends) -> str:
     """The name of a variable that has exactly a part; one to which nothing was added, if there is one."""
     for names in (ends.names, ends.added):
         variables = [name for name, outputs in names.items() if outputs == part]
-        if known := next(filter(None, map(called, variables)), ""):
+        if known := next(filter(None, map(said_by, variables)), ""):
             return known
         if short := next((name for name in variables if len(name) < LONGEST), ""):
             return short

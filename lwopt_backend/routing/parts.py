@@ -68,7 +68,7 @@ CALLED = {
 }
 
 
-def called(variable: str) -> str:
+def said_by(variable: str) -> str:
     """What the name of a variable says that a part is, if anything."""
     plain = PLAIN.sub("", variable)
     return next((name for name, pattern in CALLED.items() if re.fullmatch(pattern, plain, re.IGNORECASE)), "")
@@ -79,7 +79,7 @@ def _is_named(part: Outputs, ends: Ends, linked: Links) -> bool:
     names = (
         name for names in (ends.names, ends.added) for name, outputs in names.items() if linked.all_of(outputs) == part
     )
-    return any(called(name) not in ("", "x") for name in names)
+    return any(said_by(name) not in ("", "x") for name in names)
 
 
 class Links:

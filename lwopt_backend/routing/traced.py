@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lwopt_backend.routing.arguments import CallArguments, Failure, image_sizes, likely, repairs, taken, widths
+from lwopt_backend.routing.arguments import CallArguments, Failure, image_sizes, input_sizes, likely, repairs, taken
 from lwopt_backend.routing.copies import Kinds, Shape, bare, codes, dtype_of, thin
 from lwopt_backend.routing.follow import Follow
 from lwopt_backend.routing.meta import OnMeta
@@ -186,7 +186,7 @@ class _Search:
     def best(self) -> Run:
         """The run that shows most: of the likeliest arguments, of changes of them, of other likely ones, and of changes
         of all these."""
-        for width in widths(self._module, matrices(self._module), self._shape):
+        for width in input_sizes(self._module, matrices(self._module), self._shape):
             for given in likely(self._module, self._params, width):
                 one = self._run(given.filled(self._given))
                 if len(self._stopped) == 1:
