@@ -69,7 +69,6 @@ def studied(given: Mapping[str, Any]) -> tuple[ModelShapes, Study]:
     """The model and its study, from the options of ``plan`` by their names."""
     import torch
 
-    from lwopt_backend.engines.report import STACKS
     from lwopt_backend.planner.setting import Setting, cluster_named, engine_options
     from lwopt_backend.planner.study import Deployment, plan_study
 
@@ -104,7 +103,7 @@ def studied(given: Mapping[str, Any]) -> tuple[ModelShapes, Study]:
         study = plan_study(model, deployment, setting, experts=given["experts"])
         if given["stack_dim"] and not any(route.stack for route in study.routes):
             raise ValueError("--stack-dim: expected stacked matrices, found none in the model; leave it out")
-        if any(note.startswith(STACKS) for part in study.worst.parts for note in part.notes):
+        if any(note.about == "stacks" for part in study.worst.parts for note in part.notes):
             other = plan_study(model, deployment, replace(setting, stack_dim=1), experts=given["experts"])
             took, would = (1e3 * each.worst.timeline.seconds for each in (study, other))
             note = (

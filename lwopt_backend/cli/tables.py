@@ -35,7 +35,7 @@ def headline(study: Study) -> list[str]:
     ]
     if len(study.stages) > 1:
         sentences.append(f"Stage {stage.index} is shown, the slowest of {len(study.stages)}.")
-    sentences += [sentence for part in stage.parts for sentence in (_choice(part), *part.notes)]
+    sentences += [sentence for part in stage.parts for sentence in (_choice(part), *map(str, part.notes))]
     sentences += [sentence for part in stage.parts if (sentence := _uneven(part, setting))]
     time = stage.time
     work, wire, latency = (f"{1e3 * seconds:.3g}" for seconds in (time.compute, time.wire, time.latency))

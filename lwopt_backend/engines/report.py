@@ -9,8 +9,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -42,7 +43,21 @@ MOST_RANKS = 16
 LOGGER = logging.getLogger("lwopt_backend")
 LOGGER.addHandler(logging.NullHandler())
 
-Described = Iterable[Sequence[str | Table]]  # of each set of ranks, sentences on its plan, then a table
+About = Literal["plan", "gradients", "copies", "blocks", "stacks", "pieces", "peers", "newton_schulz"]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A sentence on a plan that is printed at the start, and what it is about. ``str`` is the sentence."""
+
+    about: About
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Described = Iterable[Sequence[Note | Table]]  # of each set of ranks, notes on its plan, then a table
 
 
 def show(
@@ -57,13 +72,12 @@ def show(
     ``trained`` parameters, whose matrices are updated on ``device``."""
     with reporting() as console:
         show_routing(console, routes, groups)
-        for each in (said := [*chain.from_iterable(plans)]):
-            print_whole(console, each)
-        if (slow := slow_products(groups)) is not None:
-            console.print(slow)
-        waits = any(str(each).startswith(SEPARATE) for each in said)  # then the device does, and less work is no gain
-        for sentence in on_newton_schulz(groups, trained, device, saving=not waits):
-            console.print(sentence)
+        waits = False  # whether the device does, so that less work for it is no gain
+        for each in chain.from_iterable(plans):
+            waits |= isinstance(each, Note) and each.about == "pieces"
+            print_whole(console, each if isinstance(each, Table) else str(each))
+        for note in (*slow_products(groups), *on_newton_schulz(groups, trained, device, saving=not waits)):
+            console.print(str(note))
         show_digest(console, plan_digest)
 
 
@@ -192,13 +206,14 @@ def routing_headline(routes: Sequence[Route]) -> list[str]:
     return [f"Routing: {counts}. {trains}."]
 
 
-def slow_products(groups: Groups) -> str | None:
-    """A sentence if this CPU iterates in bfloat16, and has no instructions for it."""
+def slow_products(groups: Groups) -> list[Note]:
+    """A note if this CPU iterates in bfloat16, and has no instructions for it."""
     on_cpu = [group for group in groups if any(param.device.type == "cpu" for param in group["params"])]
     rules = [MATRIX_RULES[rule_of(g)].build(**arguments(g)) for g in on_cpu if rule_of(g) in MATRIX_RULES]
     if multiplies_bf16() or not any(isinstance(r, Muon) and r.iterates_in == torch.bfloat16 for r in rules):
-        return None
-    return "This CPU has no products in bfloat16, in which Newton-Schulz runs: 'ns_dtype': 'float32' is quicker here."
+        return []
+    said = "This CPU has no products in bfloat16, in which Newton-Schulz runs: 'ns_dtype': 'float32' is quicker here."
+    return [Note("newton_schulz", said)]
 
 
 SAVED = 0.95  # of the flops, from which on what is saved is told
@@ -207,8 +222,8 @@ BY_ROUNDING = "it differs from the standard iteration by rounding"
 
 def on_newton_schulz(
     groups: Groups, trained: Iterable[TrainedParam], device: torch.device, *, saving: bool = True
-) -> list[str]:
-    """Sentences on how ``ns_method`` "auto" computes each shape on ``device``; or, if ``saving``, what it would save of
+) -> list[Note]:
+    """Notes on how ``ns_method`` "auto" computes each shape on ``device``; or, if ``saving``, what it would save of
     the matrix rules' flops."""
     now = then = 0
     ways: dict[tuple[bool, str | None], Counter[Shape]] = {}
@@ -228,7 +243,7 @@ def on_newton_schulz(
         found.append(f"Newton-Schulz by 'auto': {how} for {', '.join(those)}{more}.")
     if saving and then < SAVED * now:
         found.append(f"Newton-Schulz: {then / now:.2f} of the flops with 'ns_method': 'auto'; {BY_ROUNDING}.")
-    return found
+    return [Note("newton_schulz", said) for said in found]
 
 
 def _with_matrices(groups: Groups) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -256,44 +271,45 @@ def routing_table(routes: Sequence[Route]) -> Table:
 def described(plans: Mapping[str, Sequence[GroupPlan]]) -> Described:
     """ZeRO's plans. The keys describe their ranks, or are empty."""
     for whose, planned in plans.items():
-        yield [*([whose] if whose else []), *choices(planned), plan_table(planned)]
+        yield [*([Note("plan", whose)] if whose else []), *choices(planned), plan_table(planned)]
 
 
-def choices(groups: Sequence[GroupPlan]) -> list[str]:
-    """Sentences on each group of matrices: the plan, the modelled times that chose the policy, and blocks."""
+def choices(groups: Sequence[GroupPlan]) -> list[Note]:
+    """Notes on each group of matrices: the plan, the modelled times that chose the policy, and blocks."""
 
     def spell(policy: str, time: StepTime) -> str:
         work, wire, latency, total = (1e3 * s for s in (time.compute, time.wire, time.latency, time.total))
         return f"{policy} {total:.3g} ms = {work:.3g} work + {wire:.3g} wire + {latency:.3g} latency"
 
-    found = []
+    found: list[Note] = []
     for rule, plan in ((group.rule, group.matrices) for group in groups if group.matrices is not None):
-        found.append(
+        said = (
             f"Plan: {len(plan.atoms)} matrices by {rule}, policy {plan.ownership.policy!r}; "
             f"{sum(map(len, plan.buckets))} of them travel, in {len(plan.buckets)} bucket(s); busiest rank over mean "
             f"{plan.ownership.imbalance:.3f}. "
             f"Modelled step: {'; '.join(spell(policy, time) for policy, time in plan.modelled)}."
         )
-        found += on_blocks(plan)
+        found += [Note("plan", said), *on_blocks(plan)]
     return found + on_peers(group.matrices for group in groups if group.matrices is not None)
 
 
-def on_blocks(plan: MatrixPlan) -> list[str]:
-    """A sentence on the traffic of steps that update each rank's blocks, and on matrices without blocks."""
+def on_blocks(plan: MatrixPlan) -> list[Note]:
+    """A note on the traffic of steps that update each rank's blocks, and on matrices without blocks."""
     if plan.block_period == 1:
         return []
     always = sum(map(len, plan.between.buckets))
     rest = f"; {always} cut inside a row are updated whole in every step" if always else ""
-    return [
+    said = (
         f"Blocks: in {plan.block_period - 1} of {plan.block_period} steps each rank updates its own block of "
         f"{len(plan.in_blocks)} of {len(plan.atoms)} matrices, without traffic{rest}. Such a step sends "
         f"{binary_units(max(plan.between.wire_bytes()))} from the busiest rank, a step of whole matrices "
         f"{binary_units(max(plan.wire_bytes()))}. A different number of ranks has other blocks, and trains differently."
-    ]
+    )
+    return [Note("blocks", said)]
 
 
-def on_copies(plan: MatrixPlan) -> list[str]:
-    """A sentence on whether the copies of a mesh (HSDP) share the work, and the modelled times that were compared."""
+def on_copies(plan: MatrixPlan) -> list[Note]:
+    """A note on whether the copies of a mesh (HSDP) share the work, and the modelled times that were compared."""
     if plan.copies == 1 and plan.instances is None:
         return []
     shared = "the copies of each matrix share the work, and send each other the updates"
@@ -302,14 +318,11 @@ def on_copies(plan: MatrixPlan) -> list[str]:
     if plan.compared is not None:
         both = zip(("shared", "by itself"), plan.compared)
         found += f" Modelled step: {', '.join(f'{what} {1e3 * seconds:.3g} ms' for what, seconds in both)}."
-    return [found]
+    return [Note("copies", found)]
 
 
-STACKS = "Stacks: "
-
-
-def on_stacks(plan: MatrixPlan) -> list[str]:
-    """A sentence on stacked matrices that are cut between, not within, and are fewer than the ranks that share them."""
+def on_stacks(plan: MatrixPlan) -> list[Note]:
+    """A note on stacked matrices that are cut between, not within, and are fewer than the ranks that share them."""
     layout, first = plan.layout, dict[tuple[Any, ...], int]()  # without blocks, of which each matrix has its own
     for atom, sharding in enumerate(layout.shardings if isinstance(layout, MeshLayout) else ()):
         if sharding.block is not None and len(sharding.shape) == 3:
@@ -317,21 +330,21 @@ def on_stacks(plan: MatrixPlan) -> list[str]:
     for (shape, mesh_shape, dims), atom in first.items():
         parts = math.prod(size for size, dim in zip(mesh_shape, dims) if dim == 0)
         if parts > shape[0]:
-            return [
-                f"{STACKS}{shape[0]} matrices, such as {plan.atoms[atom].name!r}, are cut by Shard(0) over "
+            said = (
+                f"Stacks: {shape[0]} matrices, such as {plan.atoms[atom].name!r}, are cut by Shard(0) over "
                 f"{parts} ranks, so {1 - shape[0] / parts:.0%} of these store none, and the others all of "
                 "them. Cut within matrices: fully_shard(..., shard_placement_fn=lambda param: Shard(1) if param.ndim "
                 "== 3 else None)."
-            ]
+            )
+            return [Note("stacks", said)]
     return []
 
 
-SEPARATE = "Separate: "
 MANY_PIECES = 1000  # fewer cost the host some milliseconds
 
 
-def on_pieces(plan: MatrixPlan, machine: Machine) -> list[str]:
-    """A sentence on matrices of which a rank stores so many pieces that a step's host work exceeds its device's."""
+def on_pieces(plan: MatrixPlan, machine: Machine) -> list[Note]:
+    """A note on matrices of which a rank stores so many pieces that a step's host work exceeds its device's."""
     layout = plan.layout
     first: dict[Hashable, int] = {}
     kinds = Counter(first.setdefault(layout.kind(atom), atom) for atom in range(len(plan.atoms)))
@@ -339,18 +352,19 @@ def on_pieces(plan: MatrixPlan, machine: Machine) -> list[str]:
     host, device = pieces * PIECE_SECONDS, max(plan.ownership.loads) / machine.flops_per_second
     if pieces < MANY_PIECES or host < device or not machine.launch_seconds:
         return []
-    return [
-        f"{SEPARATE}each rank stores pieces of {pieces} matrices, which cost its host some {1e3 * host:.0f} ms a step; "
+    said = (
+        f"Separate: each rank stores pieces of {pieces} matrices, which cost its host some {1e3 * host:.0f} ms a step; "
         f"the busiest device works for {1e3 * device:.3g} ms. Stack the experts of a layer in one parameter, or spread "
         "them by expert parallelism: a rank then stores pieces of fewer."
-    ]
+    )
+    return [Note("pieces", said)]
 
 
 MANY_PEERS = 256  # from some hundreds on, users of all-to-all saw transports run out of queue pairs
 
 
-def on_peers(plans: Iterable[MatrixPlan]) -> list[str]:
-    """A sentence on the ranks that one rank exchanges pieces of matrices with, if there are any."""
+def on_peers(plans: Iterable[MatrixPlan]) -> list[Note]:
+    """A note on the ranks that one rank exchanges pieces of matrices with, if there are any."""
     most = max((plan.peers() for plan in plans), default=0)
     if not most:
         return []
@@ -358,7 +372,8 @@ def on_peers(plans: Iterable[MatrixPlan]) -> list[str]:
         " Each pair takes connections (queue pairs), of which transports have a limited number: HSDP on FSDP2, "
         "or group_size on plain PyTorch, bounds them."
     )
-    return [f"Peers: a rank exchanges pieces with at most {most} other rank(s).{bound * (most > MANY_PEERS)}"]
+    said = f"Peers: a rank exchanges pieces with at most {most} other rank(s).{bound * (most > MANY_PEERS)}"
+    return [Note("peers", said)]
 
 
 def plan_table(groups: Sequence[GroupPlan]) -> Table:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lwopt_backend.engines.report import Note
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buckets import Timeline
 from lwopt_backend.plan.buffers.layout import imbalance
@@ -38,7 +39,7 @@ class Part:
 
     ``loads`` (in the cost model's unit), ``owned_numels`` and ``memory``, what a step needs in addition to what is
     kept, are per rank of an instance. ``path`` is the cost until the last rank is done, if ranks wait for buckets only;
-    ``before`` is each rank's earlier cost in other parts. ``notes`` are sentences on the plan. ``timeline`` is the
+    ``before`` is each rank's earlier cost in other parts. ``notes`` are on the plan. ``timeline`` is the
     modelled step of the optimizer, with transfers behind work where they can be; ``time`` adds everything, the host's
     own collectives included.
     """
@@ -56,7 +57,7 @@ class Part:
     assignments: tuple[Assignment, ...]
     path: int
     before: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
     @property
     def group_size(self) -> int:

@@ -20,7 +20,7 @@ from lwopt_backend.engines.buffers.model import rank_memories
 from lwopt_backend.engines.buffers.step import members_of, plan_lines, plan_members
 from lwopt_backend.engines.fsdp2 import plan as mesh
 from lwopt_backend.engines.fsdp2.plan import MeshMember, MeshPlan, by_wire, following, mesh_state_nbytes, plan_mesh
-from lwopt_backend.engines.report import on_blocks, on_copies, on_peers, on_pieces, on_stacks
+from lwopt_backend.engines.report import Note, on_blocks, on_copies, on_peers, on_pieces, on_stacks
 from lwopt_backend.engines.zero.plan import GroupPlan, plan_group, unit_layouts
 from lwopt_backend.groups.grouping import Member
 from lwopt_backend.groups.registry import MATRIX_RULES, atoms_of, build_matrix_rules
@@ -53,13 +53,13 @@ def host_part(
     spread: bool,
     batch_numel: int,
     before: Sequence[int] = (),
-    notes: Sequence[str] = (),
+    notes: Sequence[Note] = (),
 ) -> Part:
     """The figures of ``plans``, one after another on the same ranks.
 
     ``host`` are the host's own collectives. ``spread`` is whether all ranks store a part of every matrix. A rule takes
-    up to ``batch_numel`` elements at once. ``before`` is each rank's work before the first plan. ``notes`` are
-    sentences on how the host stores parameters.
+    up to ``batch_numel`` elements at once. ``before`` is each rank's work before the first plan. ``notes`` are on
+    how the host stores parameters.
     """
     ranks, apart = plans[0].layout.world_size, plans[0].instances
     of_all = ranks if apart is None else len(apart.of)
@@ -108,7 +108,7 @@ def host_part(
     )
 
 
-def _said(plan: MatrixPlan) -> Iterator[str]:
+def _said(plan: MatrixPlan) -> Iterator[Note]:
     return chain(on_copies(plan), on_blocks(plan), on_stacks(plan))
 
 
@@ -466,7 +466,7 @@ def plan_fsdp2_share(
             batch_numel=_batch(setting, mesh.BATCH_NUMEL),
             before=() if base is None else [max(base[place::size]) for place in range(size)],
             notes=[
-                *([f"Hybrid: {shape[0]} copies of {shape[1]} shards."] if len(shape) > 1 else []),
+                *([Note("copies", f"Hybrid: {shape[0]} copies of {shape[1]} shards.")] if len(shape) > 1 else []),
                 *(said for planned in plans for said in on_pieces(planned.plan, setting.machine)),
             ],
         )

@@ -299,7 +299,7 @@ def described(core: BufferCore, groups: Sequence[Mapping[str, Any]]) -> report.D
         kinds = [bucket.kind for bucket in plan.buckets]
         counts = f"{kinds.count('matrix')} matrix and {kinds.count('elementwise')} element-wise bucket(s)"
         storage = f"Buffers of {whose}: {counts}, {plan.padding} elements of padding."
-        yield [storage, *plan.choices, _table(core, groups, planned)]
+        yield [*(report.Note("plan", said) for said in (storage, *plan.choices)), _table(core, groups, planned)]
 
 
 def _table(core: BufferCore, groups: Sequence[Mapping[str, Any]], planned: PlannedSet) -> Table:

@@ -238,11 +238,13 @@ def without_gradient(
 def described(steppers: Sequence[MeshStepper], counted: Sequence[Counted], reduction: str) -> report.Described:
     """The plan of every mesh. ``reduction`` says in which dtype gradients are reduced."""
     for number, stepper in enumerate(steppers):
-        elsewhere = [_elsewhere(each) for each in counted if each.stepper == number and each.firsts]
+        elsewhere = [
+            report.Note("copies", _elsewhere(each)) for each in counted if each.stepper == number and each.firsts
+        ]
         table = [] if stepper.mesh is None else [_table(stepper, stepper.mesh)]
         plan = stepper.plan
         yield [
-            _sentence(stepper),
+            report.Note("plan", _sentence(stepper)),
             *elsewhere,
             *report.on_copies(plan),
             *report.on_blocks(plan),
@@ -252,7 +254,7 @@ def described(steppers: Sequence[MeshStepper], counted: Sequence[Counted], reduc
             *table,
         ]
     if reduction:
-        yield [reduction]
+        yield [report.Note("gradients", reduction)]
 
 
 def _sentence(stepper: MeshStepper) -> str:

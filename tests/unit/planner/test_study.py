@@ -165,10 +165,10 @@ def test_zero3_and_fsdp2_exchange_every_matrix(engine: str) -> None:
     shard, exchange = part.numel // 4, part.collectives[0]
     assert exchange.nbytes == max(int((0.75 * owned + shard - owned / 4) * 2) for owned in part.owned_numels)
     assert found.worst.memory()[0].parameters == (4 if engine == "fsdp2" else 2) * (shard + 128)
-    assert part.notes[-1].endswith("with at most 3 other rank(s).")
+    assert part.notes[-1].text.endswith("with at most 3 other rank(s).")
     (part,) = planned(layers(4, DENSE), Deployment(512), setting(engine)).worst.parts
     holding = 384 if engine == "fsdp2" else 512  # no weight has more rows, of which a rank holds at least one
-    assert f"at most {holding - 1} other rank(s)" in part.notes[-1] and "HSDP" in part.notes[-1]
+    assert f"at most {holding - 1} other rank(s)" in part.notes[-1].text and "HSDP" in part.notes[-1].text
 
 
 def test_a_cluster_file(tmp_path: Path) -> None:
