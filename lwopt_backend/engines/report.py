@@ -310,7 +310,7 @@ def on_blocks(plan: MatrixPlan) -> list[Note]:
 
 def on_copies(plan: MatrixPlan) -> list[Note]:
     """A note on whether the copies of a mesh (HSDP) share the work, and the modelled times that were compared."""
-    if plan.copies == 1 and plan.instances is None:
+    if not plan.is_copied:
         return []
     shared = "the copies of each matrix share the work, and send each other the updates"
     alone = "each copy computes all updates by itself; devices of two types may drift apart"

@@ -486,6 +486,11 @@ class MatrixPlan:
         """The number of rows, 1 without any."""
         return 1 if self.rows is None else len(self.rows.of[0][1])
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether a mesh copies all matrices (HSDP)."""
+        return self.rows is not None or self.instances is not None
+
     def trips(self, bucket: int) -> int:
         """The number of the bucket's collectives: to the owners, unless it stays, back, and along columns."""
         return (0 if self.stays(bucket) else self.tensors) + (1 if self.rows is None else 2)

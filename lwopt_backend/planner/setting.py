@@ -151,8 +151,10 @@ class Setting:
         return cls(engine, config, rules, machine, dtype, grad, plans_for, sub_group_size, stack_dim)
 
     def of_experts(self) -> Setting:
-        """This setting for experts, which have their own ranks: a group size that the user gave is that of the rest."""
-        alone: dict[str, Any] = {"group_size": None} if "group_size" in fields_of(self.engine) else {}
+        """This setting for experts, which have their own ranks: a group size that the user gave is that of the rest, as
+        is what their copies do."""
+        known = fields_of(self.engine)
+        alone: dict[str, Any] = {name: None for name in ("group_size", "share_copies") if name in known}
         return replace(self, config=replace(self.config, **alone))
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lwopt_backend.config.hosts import PlainConfig, ZeROConfig
+from lwopt_backend.config.hosts import FSDP2Config, PlainConfig, ZeROConfig
 from lwopt_backend.engines.base import BATCH_NUMEL
 from lwopt_backend.engines.buffers.model import rank_memories
 from lwopt_backend.engines.buffers.step import members_of, plan_lines, plan_members
@@ -433,10 +433,11 @@ def plan_fsdp2_share(
     name: str, shared: Share, ranks: int, setting: Setting, base: Sequence[int] | None = None
 ) -> Planned:
     """The plan for a mesh of ``ranks`` ranks, with each rank's work ``base`` on smaller meshes."""
-    config, groups = setting.config, shared.grouping.groups
-    assert isinstance(config, MeshConfig)
+    given, groups = setting.config, shared.grouping.groups
+    assert isinstance(given, MeshConfig)
+    config: FSDP2Config = given
     rules = build_matrix_rules(groups, config)
-    shape = _mesh(ranks, config.group_size or ranks)
+    shape = _mesh(ranks, given.group_size or ranks)
     members = _members(shared, shape, setting.stack_dim)
     coordinates = tuple(itertools.product(*map(range, shape)))
     loads = tuple(base or (0,) * ranks)
@@ -449,6 +450,7 @@ def plan_fsdp2_share(
         config = following(config, plans[-1].plan)
         done = plans[-1].plan.of_mesh(plans[-1].plan.ownership.loads)
         loads = tuple(map(add, loads, done)) if place else tuple(done)
+    mesh.check_copies(given, (planned.plan for planned in plans))
     matrices = [member for member in members if member.rule in MATRIX_RULES]
     rest = [member for member in members if member.rule not in MATRIX_RULES]
     of_matrices = [planned.plan for planned in plans if planned.plan.atoms]

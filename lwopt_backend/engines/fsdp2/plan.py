@@ -447,10 +447,23 @@ def bind(
             steppers.append(stepper)
             settled = following(settled, stepper.plan)
             lines[number] += stepper.planned.lines()
-    agree_in_all(collectives, NAME, lambda: (None, lines))
+
+    def settle() -> tuple[None, list[list[str]]]:
+        check_copies(config, (stepper.plan for stepper in steppers))
+        return None, lines
+
+    agree_in_all(collectives, NAME, settle)
     plain = [member for member in members if mesh_of(member.param) is None]
     alone = [MeshStepper(None, Collectives(), own, groups, rules, config) for own in by_wire(plain, rules)]
     return [*steppers, *alone]
+
+
+def check_copies(config: FSDP2Config, plans: Iterable[MatrixPlan]) -> None:
+    """Raises ValueError for ``share_copies`` if none of the meshes copies its matrices."""
+    if config.share_copies is not None and not any(plan.is_copied for plan in plans):
+        raise ValueError(
+            "share_copies: expected a mesh that copies all of its matrices (HSDP), found none; leave it out"
+        )
 
 
 def following(config: FSDP2Config, plan: MatrixPlan) -> FSDP2Config:

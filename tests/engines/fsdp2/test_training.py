@@ -752,6 +752,7 @@ REFUSALS: list[tuple[Callable[[], Any], str]] = [  # of plain models that are wr
     (of_other_shape, "expected a part of shape (32, 24) on this rank by its placements, found (40, 24)"),
     (on_a_descending_mesh, "the mesh's ranks do not ascend along dimension 0"),
     (lambda: of_rows(ns_method="quack-kernels"), "'quack-kernels': expected Ampere and later"),
+    (lambda: of_rows(share_copies=True), "share_copies: expected a mesh that copies all of its matrices (HSDP), found"),
     (lambda: of_rows(copies="layers.9.*"), "copies: 'layers.9.*' matches no parameter name"),
     (lambda: of_rows(**{"lr": "x"} if dist.get_rank() == 1 else {}), "lr: input should be a valid number; found 'x'"),
     (

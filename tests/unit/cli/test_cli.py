@@ -248,6 +248,7 @@ WRONG = {
     "plan --shapes S --world-size 8 --option a=1 --option b=2": "2 wrong options: unknown key 'a'; known",
     "plan --shapes S --world-size 8 --option muon_lr=1": 'write instead: {"matrix": {"name": "muon", "lr": 1, ',
     "plan --shapes S --world-size 8 --include *": "expected --include and --exclude with a model",
+    "plan --shapes S --world-size 8 --engine fsdp2 --option share_copies=true": "copies all of its matrices (HSDP)",
     "plan --shapes S --world-size 0": "Invalid value for '--world-size': ",
     "plan --shapes S --world-size 8 --engine zero9": "Invalid value for '--engine': 'zero9' is not one of 'plain', 'z",
     "plan --shapes S": "Missing option '--world-size'.",

@@ -102,6 +102,14 @@ def test_dense_and_expert_buffers_have_own_ranks() -> None:
     assert found.worst.loads() == by_hand and found.worst.time.compute == max(by_hand) / 1e12
 
 
+def test_experts_have_no_copies_that_share_their_work() -> None:
+    """Options on copies are of the dense matrices, whose ranks experts do not share."""
+    on_pairs = setting("fsdp2", group_size=2, share_copies=False)
+    dense, experts = planned(layers(4, MOE), Deployment(8, ep=4), on_pairs).worst.parts
+    assert any("each copy computes all updates by itself" in note.text for note in dense.notes)
+    assert not any(note.about == "copies" for note in experts.notes)
+
+
 def test_tensor_parallel_ranks_take_turns_in_the_work() -> None:
     """Tensor-parallel ranks store a part, and take turns in the work."""
     routes = [matrix("w", 96, 64), matrix("n", 30)]
