@@ -177,8 +177,9 @@ class EngineOptimizer(BaseOptimizer):
         saved = state_dict["param_groups"]
         zero.check_groups(saved, self.param_groups, self._routed())
         zero.check_partitions(saved, state_dict["state"], self.param_groups)
-        super().load_state_dict({**state_dict, "param_groups": [*map(as_configured, saved, self.param_groups)]})
-        self.set_groups(self.param_groups)
+        before = self.param_groups
+        super().load_state_dict({**state_dict, "param_groups": [*map(as_configured, saved, before)]})
+        self.set_groups(self.param_groups, before)
 
 
 class ZeROLayerWise(EngineOptimizer):
@@ -219,7 +220,7 @@ class ZeROLayerWise(EngineOptimizer):
         deepspeed_engine.prepare_scheduler(engine, binding.grouping.groups, binding.grouping.rate)
         prepare_loading(engine, self, self._binding.ranks)
         zero.guard_state_keys(engine, self, self._binding.grouping)
-        self._binding.announce(self.config)
+        self._shown_rates = self._binding.announce(self.config)
         self._first_pass = FirstPass(engine.module, binding.grouping, self)
 
     def _engine(self) -> DeepSpeedEngine:

@@ -27,7 +27,7 @@ from lwopt_backend.engines.first_pass import FirstPass
 from lwopt_backend.engines.gradients import Pick, but, checked_order, clip_factor
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Grouping, group_parameters
-from lwopt_backend.groups.param_groups import as_configured, settings_lines
+from lwopt_backend.groups.param_groups import ShownRates, as_configured, settings_lines
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import tensors
 from lwopt_backend.integrations.deepspeed.gradients import watch
@@ -93,15 +93,16 @@ def bind(
     return agree_in_all(ranks, name, decide)
 
 
-def announce(binding: OwnedBinding, core: BufferCore) -> None:
-    """Print the routing, the plan, and the settings without effect."""
+def announce(binding: OwnedBinding, core: BufferCore) -> ShownRates:
+    """Print the routing, the plan, and the settings without effect; returns the rates that were printed."""
     groups = binding.grouping.groups
     plans, members = described(core, groups), core.members
-    report.show(binding.grouping.routes, groups, plans, core.plan_digest, members, members[0].param.device)
+    shown = (binding.grouping.routes, groups, plans, core.plan_digest, members, members[0].param.device)
+    rates = report.show(*shown)
     idle = [f"zero_optimization.{key}" for key in deepspeed_engine.zero_settings(binding.engine) if key not in HONOURED]
     if idle:
-        with report.reporting() as console:
-            console.print(f'Without effect with "storage": "owned": {", ".join(idle)}.')
+        report.say(f'Without effect with "storage": "owned": {", ".join(idle)}.')
+    return rates
 
 
 class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no types
@@ -167,7 +168,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             self.dp_process_group = binding.ranks.process_group  # with it the engine saves a file per rank
         if engine.global_rank == 0:
             if self.config.report:
-                announce(binding, self.core)
+                self._shown_rates = announce(binding, self.core)
             deepspeed_engine.warn(engine, binding.grouping.groups)
 
     def _follow(self, binding: OwnedBinding) -> None:

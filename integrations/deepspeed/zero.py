@@ -27,7 +27,7 @@ from lwopt_backend.engines.zero.replicated import ElementwiseReplicas, MatrixRep
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Grouping, as_saved, group_parameters
-from lwopt_backend.groups.param_groups import check_saved_groups, settings_lines
+from lwopt_backend.groups.param_groups import ShownRates, check_saved_groups, settings_lines
 from lwopt_backend.groups.registry import MATRIX_RULES, check_devices, quantized_keys, stored_state
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import pipeline
@@ -340,17 +340,20 @@ class Binding:
         pairs = zip(self.grouping.groups, plans)
         return [{**group, "members": members_digest(of_group)} for group, of_group in pairs]
 
-    def announce(self, config: ZeROConfig) -> None:
-        """On the first rank, print routing and plans; warn of small rates and of clipping by DeepSpeed's default."""
+    def announce(self, config: ZeROConfig) -> ShownRates | None:
+        """On the first rank, print routing and plans; warn of small rates and of clipping by DeepSpeed's default.
+        Returns the rates that were printed."""
+        rates = None
         if self.engine.global_rank == 0:
             if config.report:
                 routes, plans = self.announcement()
                 trained = [param for plan in self.plans for param in plan.params]
                 device = _rule_device(self.engine, config)
                 shown = report.described(plans)
-                report.show(routes, self.grouping.groups, shown, self.plan_digest, trained, device)
+                rates = report.show(routes, self.grouping.groups, shown, self.plan_digest, trained, device)
             deepspeed_engine.warn(self.engine, self.grouping.groups)
             deepspeed_engine.warn_of_rounded_sums(self.engine)
+        return rates
 
     def announcement(self) -> tuple[list[Route], dict[str, list[GroupPlan]]]:
         """The whole model's routes, and plans by their ranks."""

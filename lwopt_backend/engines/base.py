@@ -14,7 +14,7 @@ from lwopt_backend.config.versions import warn_if_newer
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import as_saved
-from lwopt_backend.groups.param_groups import CheckedGroups, check_rates
+from lwopt_backend.groups.param_groups import CheckedGroups, ShownRates, check_rates
 from lwopt_backend.groups.rates import MadeRates
 from lwopt_backend.groups.registry import arguments, new_state
 from lwopt_backend.plan.cost import Machine, machine_of
@@ -118,6 +118,7 @@ class BaseOptimizer(torch.optim.Optimizer):
     _plan_digest: str | None = None  # once there is a plan
     _recorder: Recorder | None = None  # while steps are measured
     _integrity: StepIntegrity
+    _shown_rates: ShownRates | None = None  # on the rank that has printed them
 
     @property
     def plan_digest(self) -> str:
@@ -258,11 +259,14 @@ class BaseOptimizer(torch.optim.Optimizer):
         self._integrity = StepIntegrity(self.name)
         self._show_groups(self.param_groups)
 
-    def set_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the param groups by those of a checkpoint."""
+    def set_groups(self, groups: Iterable[Mapping[str, Any]], before: Groups | None = None) -> None:
+        """Replace the param groups, or those ``before`` the load, by those of a checkpoint."""
+        before = self.param_groups if before is None else before
         self._integrity.loaded()
         self._show_groups(groups)
         self._rates.loaded(self.param_groups)
+        if self._shown_rates is not None:
+            self._shown_rates.loaded(before, self.param_groups)
 
     def _show_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
         self.param_groups = [dict(group) for group in groups]

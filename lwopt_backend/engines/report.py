@@ -19,7 +19,7 @@ from rich.table import Column, Table
 
 from lwopt_backend.engines.zero.plan import GroupPlan
 from lwopt_backend.groups import Groups
-from lwopt_backend.groups.param_groups import rates
+from lwopt_backend.groups.param_groups import ShownRates, rates
 from lwopt_backend.groups.registry import (
     MATRIX_RULES,
     arguments,
@@ -67,9 +67,9 @@ def show(
     plan_digest: str,
     trained: Iterable[TrainedParam],
     device: torch.device,
-) -> None:
+) -> ShownRates:
     """Report the routing table, ``plans`` and the plan digest. ``groups`` are the param groups, as configured, of the
-    ``trained`` parameters, whose matrices are updated on ``device``."""
+    ``trained`` parameters, whose matrices are updated on ``device``. Returns the rates that were printed."""
     with reporting() as console:
         show_routing(console, routes, groups)
         waits = False  # whether the device does, so that less work for it is no gain
@@ -79,6 +79,13 @@ def show(
         for note in (*slow_products(groups), *on_newton_schulz(groups, trained, device, saving=not waits)):
             console.print(str(note))
         show_digest(console, plan_digest)
+    return ShownRates(groups, say)
+
+
+def say(sentence: str) -> None:
+    """Report one sentence."""
+    with reporting() as console:
+        console.print(sentence)
 
 
 @contextmanager
@@ -122,11 +129,10 @@ class MissingGradients:
             names = list(self._missing.values())
             more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
             since = "the first step" if self._steps == 1 else f"{self._steps} steps"
-            with reporting() as console:
-                console.print(
-                    f"{self._whose}{len(names)} of {self._trained} trained parameters had no gradient on any rank in "
-                    f"{since}: {', '.join(names[:MOST_NAMES])}{more}"
-                )
+            say(
+                f"{self._whose}{len(names)} of {self._trained} trained parameters had no gradient on any rank in "
+                f"{since}: {', '.join(names[:MOST_NAMES])}{more}"
+            )
         if not self._due:
             self._missing = {}
 

@@ -397,15 +397,53 @@ def rates(groups: Groups) -> list[tuple[str, int, str, str]]:
     counts: dict[tuple[str, str, str], int] = {}
     for group in groups:
         known, options = known_in(group), arguments(group)
-        found = [
-            f"{comparable(options[key]):g}{', the default' if options[key] == known[key].default else ''}"
-            if options.get(key) is not None
-            else ("left to the class" if key in known.keys() - options.keys() else "none")
-            for key in SHARED
-        ]
-        row = (rule_name(group), found[0], found[1])
+        lr, decay = (
+            f"{text}{', the default' if options.get(key) is not None and options[key] == known[key].default else ''}"
+            for key, text in _spelled(group).items()
+        )
+        row = (rule_name(group), lr, decay)
         counts[row] = counts.get(row, 0) + len(group["params"])
     return [(name, count, lr, decay) for (name, lr, decay), count in counts.items()]
+
+
+def _spelled(group: Group) -> dict[str, str]:
+    """A param group's learning rate and weight decay, for a reader."""
+    known, options = known_in(group), arguments(group)
+    absent = {key: "left to the class" if key in known.keys() - options.keys() else "none" for key in SHARED}
+    return {k: f"{comparable(options[k]):g}" if options.get(k) is not None else absent[k] for k in SHARED}
+
+
+MOST_SAID = 10
+
+
+class ShownRates:
+    """The learning rates and weight decays that were printed of param ``groups``. ``say`` prints what a load makes of
+    them."""
+
+    def __init__(self, groups: Groups, say: Callable[[str], None]) -> None:
+        self._counts = [len(group["params"]) for group in groups]
+        self._shown = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self._say = say
+
+    def of(self, groups: Groups) -> list[dict[str, Any]]:
+        """The groups, with the values that were shown last."""
+        return [{**group, **shown} for group, shown in zip(groups, self._shown)]
+
+    def loaded(self, before: Groups, groups: Groups) -> None:
+        """Say in one line which values a load has changed, of those ``before`` it, to others than were shown last. An
+        optimizer that loads its own state, as some trainers let it, changes none, whatever a schedule has written."""
+        changes: dict[tuple[str, str], int] = {}
+        for count, shown, old, group in zip(self._counts, self._shown, before, groups):
+            was, now = _spelled(old), _spelled(group)
+            for key, value in _spelled(shown).items():
+                if now[key] not in (value, was[key]):
+                    change = f"{key.replace('_', ' ')} {now[key]}, not {value}", rule_name(shown)
+                    changes[change] = changes.get(change, 0) + count
+                    shown[key] = arguments(group).get(key)
+        said = [f"{what}, for {count} parameter(s) of {rule}" for (what, rule), count in changes.items()]
+        if said:
+            more = f"; and {len(said) - MOST_SAID} more" if len(said) > MOST_SAID else ""
+            self._say(f"Loaded: {'; '.join(said[:MOST_SAID])}{more}.")
 
 
 def check_rates(groups: Groups) -> None:

@@ -111,7 +111,8 @@ class PlainOptimizer(LayerWiseOptimizer):
                 plans = of_model.described(self.core, groups)
                 members = self.core.members
                 device = members[0].param.device
-                report.show(self._grouping.routes, groups, plans, self.core.plan_digest, members, device)
+                shown = (self._grouping.routes, groups, plans, self.core.plan_digest, members, device)
+                self._shown_rates = report.show(*shown)
 
     # The loop
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import io
 import itertools
 import re
 import warnings
@@ -355,6 +356,32 @@ def test_one_rate_over_unlike_groups_is_told_once(engine: str) -> None:
 def running_as(engine: str) -> Iterator[tuple[Engine, ModuleOptimizers | None]]:
     with running(Cell(engine.replace("modules", "plain")), ExactLM()) as run:
         yield run, ModuleOptimizers({"all": run.optimizer}) if engine == "modules" else None
+
+
+@on_ranks(2)
+@cells(engine=ENGINES)
+def test_a_load_says_which_rates_are_others_than_the_table_says(engine: str, tmp_path: Path) -> None:
+    """Fixed: A resumed run trained at its checkpoint's rates, and had printed the constructor's alone. Each change is
+    said once. A load of what the optimizer has itself, as Accelerate does it, is none, whatever a schedule wrote."""
+    with running(Cell(engine), ExactLM()) as run:
+        for group, factor in zip(optimizer_in(run).param_groups, (0.5, 1.0)):
+            group["lr"] *= factor
+        run.train(range(1))
+        run.save(str(tmp_path))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), running(Cell(engine, options={"report": True}), ExactLM()) as run:
+        made = printed.getvalue()
+        for group in optimizer_in(run).param_groups:  # as a schedule does
+            group["lr"] *= 0.1
+        optimizer = run.optimizer
+        if engine in ("plain", "fsdp2"):
+            optimizer.load_state_dict(optimizer.state_dict())
+        assert printed.getvalue() == made
+        for _ in range(2):
+            run.load(str(tmp_path))
+    told = " ".join(printed.getvalue().removeprefix(made).split())
+    said = "Loaded: lr 0.01, not 0.02, for 4 parameter(s) of muon."
+    assert (told.count("Loaded:"), said in told) == ((1, True) if dist.get_rank() == 0 else (0, False)), told
 
 
 WRONG = r"param group 0 \(muon\).*adjust_lr_fn: input should be 'original', .*found 'spectral_unclamp'"
