@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
 from lwopt_backend.integrations import deepspeed_zero
 from tests.docs.test_hugging_face import accelerate_as_it_was
@@ -16,6 +16,7 @@ from tests.docs.test_sixteen_bits import ADAMW, DATA, DECAY, RATE, ROWS, same, s
 from tests.support.ranks import RankPool
 
 STEPS = 3
+LEAF = "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock"
 BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 AUTO = dict.fromkeys(BATCHES, "auto")
 PARAMS = {"lr": "auto", "weight_decay": "auto", "adamw": ADAMW, "report": False}
@@ -81,6 +82,17 @@ TRAIN: dict[str, dict[str, Any]] = {
         **warm_up(warmup_min_lr=0),
         "activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": True},
     },
+    "experts as leaves, numbers only": {
+        **BF16,
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 10,
+        **zero(3, stage3_param_persistence_threshold=1e5, leaf_module={"classes": [LEAF]}),
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"total_num_steps": STEPS, "warmup_num_steps": 1, "cos_min_ratio": 0.001},
+        },
+    },
 }
 REFUSED = {
     "zero_optimization.offload_param.device is 'nvme'": {
@@ -98,7 +110,17 @@ REFUSED = {
 }
 
 
-def trained(form: dict[str, Any], out: Path) -> tuple[list[float], list[list[float]], dict[str, Tensor]]:
+def model_of(has_experts: bool) -> Any:
+    if not has_experts:
+        return small_llama(1, 32)
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=256, num_hidden_layers=1, num_local_experts=2, **sizes))
+
+
+def trained(
+    form: dict[str, Any], out: Path, has_experts: bool = False
+) -> tuple[list[float], list[list[float]], dict[str, Tensor]]:
     """On every rank: losses, the rates of matrices and of the rest after each step, and fp32 weights."""
     deepspeed_zero.register()
     path = out / f"ds_config_{torch.distributed.get_rank()}.json"
@@ -128,7 +150,7 @@ def trained(form: dict[str, Any], out: Path) -> tuple[list[float], list[list[flo
             use_cpu=True,
             bf16=True,
         )
-        trainer = Rated(small_llama(1, 32), args, train_dataset=DATA)
+        trainer = Rated(model_of(has_experts), args, train_dataset=DATA)
         trainer.train()
         losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
         return losses, rates, weights_of(trainer.model_wrapped)
@@ -140,7 +162,7 @@ def test_a_form_trains_as_without_its_options(rank_pools: dict[int, RankPool], t
     kept = {key: value for key, value in form.items() if key in (*BATCHES, "scheduler")}
     bare = {**AUTO, "gradient_clipping": 1.0, **kept, **BF16, **zero(form["zero_optimization"]["stage"])}
     (losses, rates, weights), (bare_losses, bare_rates, bare_weights) = (
-        rank_pools[2].run(trained, settings, tmp_path)[0] for settings in (form, bare)
+        rank_pools[2].run(trained, settings, tmp_path, "experts" in name)[0] for settings in (form, bare)
     )
     assert losses == bare_losses and len(set(losses)) == STEPS
     assert rates == bare_rates and max(rates)[0] == RATE

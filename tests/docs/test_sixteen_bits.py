@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,13 +131,21 @@ def own_batches() -> Sequence[dict[str, Tensor]]:
     return [*DataLoader(DATA, batch_size=ROWS)][dist.get_rank() :: dist.get_world_size()]
 
 
+def loss_of(model: Any, batch: Any) -> Tensor:
+    return model(**batch).loss
+
+
 def by_loop(engine: int | str, precision: str) -> Run:
-    return by_fsdp2() if isinstance(engine, str) else by_deepspeed(engine, precision)
+    if isinstance(engine, str):
+        return by_fsdp2(recomputing(), own_batches())
+    return by_deepspeed(recomputing(), own_batches(), engine, precision)
 
 
-def by_deepspeed(stage: int, precision: str) -> Run:
+def by_deepspeed(
+    model: Any, batches: Iterable[Any], stage: int, precision: str, loss_of: Callable[[Any, Any], Tensor] = loss_of
+) -> Run:
     deepspeed_zero.register()
-    model, steps = recomputing(), Steps()
+    steps = Steps()
     with fp16_on_cpus():
         engine, *_ = deepspeed.initialize(
             model=model,
@@ -145,8 +153,8 @@ def by_deepspeed(stage: int, precision: str) -> Run:
             config=settings_of(stage, precision, True),
             lr_scheduler=lambda inner: LambdaLR(inner, left),
         )
-    for batch in own_batches():
-        loss = engine(**batch).loss
+    for batch in batches:
+        loss = loss_of(engine, batch)
         engine.backward(loss)
         engine.step()
         if steps.step_ends(loss):
@@ -154,20 +162,20 @@ def by_deepspeed(stage: int, precision: str) -> Run:
     return steps.done(engine)
 
 
-def by_fsdp2() -> Run:
-    """In bf16. Accelerate gives FSDP2 an output dtype, and so rounds each loss."""
-    model, steps = recomputing(), Steps()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+def by_fsdp2(model: Any, batches: Iterable[Any], loss_of: Callable[[Any, Any], Tensor] = loss_of) -> Run:
+    """In bf16, outputs too, as Accelerate asks of FSDP2: so each loss is rounded."""
+    steps = Steps()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     optimizer = LayerWiseOptimizer(model, **OURS)
     schedule = LambdaLR(optimizer, left)
-    for batch in own_batches():
+    for batch in batches:
         model.set_requires_gradient_sync((steps.micro_batches + 1) % accumulation() == 0)
-        loss = model(**batch).loss
+        loss = loss_of(model, batch).float()
         (loss / accumulation()).backward()
-        if steps.step_ends(loss.bfloat16().float()):
+        if steps.step_ends(loss):
             steps.end(nn.utils.clip_grad_norm_(model.parameters(), CLIP).full_tensor())
             optimizer.step()
             schedule.step()
@@ -176,7 +184,9 @@ def by_fsdp2() -> Run:
 
 
 # With one, on every rank
-def by_trainer(engine: int | str, precision: str, out: Path, resume: Path | None = None) -> Run:
+@contextlib.contextmanager
+def trainers_arguments(engine: int | str, precision: str, out: Path) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Those of ``TrainingArguments`` and its subclasses, and the Trainer's ``optimizer_cls_and_kwargs``."""
     deepspeed_zero.register()
     with accelerate_as_it_was(), fp16_on_cpus():
         if isinstance(engine, int):
@@ -184,31 +194,40 @@ def by_trainer(engine: int | str, precision: str, out: Path, resume: Path | None
             optimizer: Any = None
         else:
             shard_on_cpus_too()
-            how, optimizer = {"fsdp": True, "fsdp_config": {"version": 2}}, lambda: LayerWiseOptimizer
-        args = TrainingArguments(
-            str(out),
-            max_steps=STEPS,
-            per_device_train_batch_size=ROWS,
-            gradient_accumulation_steps=accumulation(),
-            gradient_checkpointing=True,
-            learning_rate=RATE,
-            weight_decay=DECAY,
-            max_grad_norm=CLIP,
-            train_sampling_strategy="sequential",
-            save_steps=HALF,
-            logging_steps=1,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            **{precision: True},
-            **how,
-        )
-        given = (optimizer, {**OURS, "sharded_later": True}) if optimizer else None
-        trainer = Trainer(small_llama(1, 32), args, train_dataset=DATA, optimizer_cls_and_kwargs=given)
-        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-        rows = [each for each in trainer.state.log_history if "loss" in each][HALF if resume else 0 :]
-        losses, norms = ([each[key] for each in rows] for key in ("loss", "grad_norm"))
-        return Run(losses, norms, weights_of(trainer.model_wrapped))
+            how = {"fsdp": True, "fsdp_config": {"version": 2}}
+            optimizer = (lambda: LayerWiseOptimizer, {**OURS, "sharded_later": True})
+        arguments = {
+            "output_dir": str(out),
+            "max_steps": STEPS,
+            "per_device_train_batch_size": ROWS,
+            "gradient_accumulation_steps": accumulation(),
+            "gradient_checkpointing": True,
+            "learning_rate": RATE,
+            "lr_scheduler_type": "linear",
+            "weight_decay": DECAY,
+            "max_grad_norm": CLIP,
+            "train_sampling_strategy": "sequential",
+            "save_steps": HALF,
+            "logging_steps": 1,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            precision: True,
+        }
+        yield {**arguments, **how}, optimizer
+
+
+def run_of(trainer: Trainer, resume: Path | None) -> Run:
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    rows = [each for each in trainer.state.log_history if "loss" in each][HALF if resume else 0 :]
+    losses, norms = ([each[key] for each in rows] for key in ("loss", "grad_norm"))
+    return Run(losses, norms, weights_of(trainer.model_wrapped))
+
+
+def by_trainer(engine: int | str, precision: str, out: Path, resume: Path | None = None) -> Run:
+    with trainers_arguments(engine, precision, out) as (arguments, optimizer):
+        args = TrainingArguments(**arguments)
+        return run_of(Trainer(small_llama(1, 32), args, train_dataset=DATA, optimizer_cls_and_kwargs=optimizer), resume)
 
 
 def by_accelerate(engine: int | str, precision: str, out: Path, resume: Path | None = None) -> Run:
