@@ -101,11 +101,12 @@ def translate(
                 f"problem(s); give --names {CORE}, for a model with its own class, or --map:{listed(wrong)}"
             )
         found = apply(family, target, checkpoint, model, target)
-        said = {
-            key: value for key, value in computes.settings(target, checkpoint.arguments).items() if value is not None
-        }
-        note = f"the model's config.json needs {', '.join(f'{key} {value}' for key, value in said.items())}"
-        return dataclasses.replace(found, notes=(*found.notes, *([note] if said else [])))
+        settings = computes.settings(target, checkpoint.arguments).items()
+        said = [f"{key} {value}" for key, value in settings if value is not None]
+        notes = [f"the model's config.json needs {', '.join(said)}"] if said else []
+        if not computes.FAMILIES[target].keys() & checkpoint.arguments.keys():
+            notes.append(f"without Megatron's arguments, it is not known whether {target} computes the same")
+        return dataclasses.replace(found, notes=(*found.notes, *notes))
     return apply(target, "the map", checkpoint, model, UNNAMED)
 
 
