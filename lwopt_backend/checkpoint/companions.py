@@ -9,7 +9,7 @@ from __future__ import annotations
 import filecmp
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -37,11 +37,38 @@ OF_RUN = (
 
 def beside(path: Path, format: str, target: str) -> list[Path]:
     """The files beside a checkpoint of ``format`` that its conversion to ``target`` takes along: the model's, and for
-    a target that training resumes from, the run's."""
-    folder = step_path(path, format).parent if FORMATS[format].pointer else path
-    known = OF_MODEL if target == "safetensors" else (*OF_MODEL, *OF_RUN)
-    found = [file for file in folder.iterdir() if any(fnmatchcase(file.name, pattern) for pattern in known)]
-    return sorted(file for file in found if file.is_file())
+    a target that training resumes from, the run's. A format without a pointer in the run's folder has a folder for each
+    step: if no model's configuration lies in it, the model's files are those above it, if one lies there."""
+    pointed = FORMATS[format].pointer is not None
+    folder = step_path(path, format).parent if pointed else path
+    found = _known(folder, OF_MODEL if target == "safetensors" else (*OF_MODEL, *OF_RUN))
+    above = path.resolve().parent
+    if not pointed and not (folder / CONFIG).exists() and _is_of_a_model(above / CONFIG):
+        there = {file.name for file in found}
+        found += [file for file in _known(above, OF_MODEL) if file.name not in there]
+    return sorted(found, key=lambda file: file.name)
+
+
+def _known(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    found = [file for file in folder.iterdir() if any(fnmatchcase(file.name, pattern) for pattern in patterns)]
+    return [file for file in found if file.is_file()]
+
+
+def _is_of_a_model(file: Path) -> bool:
+    """Whether ``save_pretrained`` of a model may have written the file; other programs have a config.json, too."""
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and ("model_type" in config or "architectures" in config)
+
+
+def missing(taken: Collection[str], target: str, folder: Path) -> list[str]:
+    """A note if ``taken``, the files' names, lack what from_pretrained needs beside the weights in ``folder``."""
+    if target != "safetensors" or CONFIG in taken:
+        return []
+    said = f"from_pretrained needs a {CONFIG}, and none lies beside the checkpoint"
+    return [f"{said}; model.config.save_pretrained({str(folder)!r}) writes it."]
 
 
 def with_schedule(checkpoint: Checkpoint, files: Sequence[Path]) -> Checkpoint:

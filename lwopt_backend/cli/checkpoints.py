@@ -254,6 +254,7 @@ def convert(
             notes += checks.finish()
         else:
             conversion.write(made, to, into, lambda: notes.extend(checks.finish()), workers=workers, **options)
+    notes += companions.missing(taken, to, into.folder)
     counts = conversion.counted(found, to)
     summary = {
         "source": {"path": str(source), "reader": reader, **described(found)},

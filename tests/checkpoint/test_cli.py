@@ -310,6 +310,29 @@ def test_what_lies_beside_a_checkpoint_comes_along(made: dict[str, Path], tmp_pa
     succeeds("convert", run, tmp_path / "to", "--to", "universal")
 
 
+def test_a_models_files_may_lie_above_a_step_of_torchs(made: dict[str, Path], tmp_path: Path) -> None:
+    """Of a loop that saves each step into a new folder. Fixed: An export had no config.json, and nothing said so."""
+    run, model = tmp_path / "run", {"config.json": '{"model_type": "llama"}', "tokenizer.json": "words"}
+    step = Path(shutil.copytree(made["dcp"], run / "step-7"))
+    lacks = "from_pretrained needs a config.json, and none lies beside the checkpoint"
+
+    def exported(name: str) -> tuple[dict[str, bytes], str]:
+        printed = succeeds("convert", step, tmp_path / name, "--to", "safetensors")
+        return files(tmp_path / name), " ".join(printed.split())
+
+    for name, text in {**model, "config.json": '{"of": "another program"}', "trainer_state.json": "{}"}.items():
+        (run / name).write_text(text)
+    kept, said = exported("another")
+    assert not kept.keys() & model.keys() and lacks in said and str(tmp_path / "another") in said
+    (run / "config.json").write_text(model["config.json"])
+    kept, said = exported("above")
+    assert {name: kept[name].decode() for name in model} == model and lacks not in said
+    assert "trainer_state.json" not in succeeds("convert", step, tmp_path / "to", "--to", "universal")
+    (step / "config.json").write_text(nearer := '{"model_type": "gpt2"}')
+    kept, _ = exported("nearer")
+    assert kept["config.json"].decode() == nearer and "tokenizer.json" not in kept
+
+
 def test_a_step_keeps_the_name_that_its_trainer_asks_for(made: dict[str, Path], tmp_path: Path) -> None:
     """Accelerate asks for ``pytorch_model``, Lightning for ``checkpoint``."""
     run = Path(shutil.copytree(made["universal"], tmp_path / "run"))
