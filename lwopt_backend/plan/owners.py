@@ -25,7 +25,14 @@ from lwopt_backend.plan.buckets import (
     pipeline,
 )
 from lwopt_backend.plan.buffers.layout import imbalance
-from lwopt_backend.plan.cost import MEMORY_BYTES_PER_SECOND, Machine, StepTime, per_rank
+from lwopt_backend.plan.cost import (
+    MEMORY_BYTES_PER_SECOND,
+    MUON_IN_FP32,
+    ElementwiseBytes,
+    Machine,
+    StepTime,
+    per_rank,
+)
 from lwopt_backend.plan.exchange import (
     Segment,
     Transfer,
@@ -308,6 +315,7 @@ def plan_copies(
     limits: Limits,
     *,
     share: bool | None = None,
+    elementwise: ElementwiseBytes = MUON_IN_FP32,
     loads: Sequence[int] = (),
     earlier: Sequence[int] = (),
     **wire: Unpack[Wire],
@@ -315,8 +323,8 @@ def plan_copies(
     """Plan matrices on a mesh, whose copies (HSDP) ``share`` the work, or each do all of it by themselves.
 
     Sharing asks each rank for less work, and sends each update to the other copies. None: what has the shorter step by
-    ``device_bound``, unless that needs larger buffers; without seconds, and on a tie, copies share. ``loads`` and
-    ``earlier`` are as in ``plan_spread``, of all ranks of the mesh.
+    ``device_bound`` with ``elementwise`` work, unless that needs larger buffers; without seconds, and on a tie, copies
+    share. ``loads`` and ``earlier`` are as in ``plan_spread``, of all ranks of the mesh.
     """
     rows = layout.rows
 
@@ -335,26 +343,20 @@ def plan_copies(
     if share is not None:
         return alone
     plans = together(), alone
-    seconds = [device_bound(plan, limits) for plan in plans]
+    seconds = [device_bound(plan, limits, elementwise) for plan in plans]
     needed = [max(plan.exchange_bytes()) for plan in plans]
     chosen = plans[seconds[1] < seconds[0] and needed[1] <= max(needed[0], FREE_BYTES)]
     return replace(chosen, compared=(seconds[0], seconds[1]))
 
 
-# Bytes of a device's memory that element-wise operations read and write in a step of Muon, in fp32: momentum, decay
-# and update of an element that a rank stores, and norm, casts and copies of one that it owns. From a record of
-# benchmarks/clock for stacks of 768 x 2048, which has 31 to 44 and 23 to 28.
-STORED_BYTES, OWNED_BYTES = 44, 28
-
-
-def device_bound(plan: MatrixPlan, limits: Limits) -> float:
+def device_bound(plan: MatrixPlan, limits: Limits, elementwise: ElementwiseBytes = MUON_IN_FP32) -> float:
     """The modelled seconds, or those of the busiest device with its element-wise work, if they are more.
 
     ``exchange_timeline`` counts products alone. That is enough to compare plans whose ranks store and own equally much.
     """
     timeline, machine = exchange_timeline(plan, limits), limits.machine
     assert machine is not None
-    nbytes = STORED_BYTES * max(plan.stored_numels()) + OWNED_BYTES * max(plan.owned_numels())
+    nbytes = elementwise.stored * max(plan.stored_numels()) + elementwise.owned * max(plan.owned_numels())
     device = max(plan.ownership.loads) / machine.flops_per_second + nbytes / MEMORY_BYTES_PER_SECOND
     begin, end = timeline.buckets[-1].back if timeline.buckets else (0.0, 0.0)  # nothing hides it
     return max(timeline.seconds, device + end - begin)

@@ -24,6 +24,7 @@ from lwopt_backend.groups import registry
 from lwopt_backend.groups.grouping import Grouping, Member
 from lwopt_backend.plan import Machine, MatrixPlan, MeshLayout, Sharding, plan_copies
 from lwopt_backend.plan.atoms import Block
+from lwopt_backend.plan.cost import ElementwiseBytes
 from lwopt_backend.plan.layouts import View, unravel
 from lwopt_backend.plan.mesh import Coordinate
 from lwopt_backend.plan.owners import Limits
@@ -296,6 +297,7 @@ def plan_mesh(
         MeshLayout(coordinates, tuple(shardings)),
         Limits(config.bucket_matrices, config.bucket_numel, machine, BATCH_NUMEL),
         share=_shares(config, rules),
+        elementwise=_elementwise_bytes(members, rules, config),
         loads=loads,
         earlier=earlier,
         **(registry.wire_of(rules[members[matrices[0][0]].group]) if matrices else {}),
@@ -307,6 +309,23 @@ def plan_mesh(
 def _shares(config: FSDP2Config, rules: Mapping[int, MatrixRule]) -> bool | None:
     """Whether copies share the work; None leaves it to the plan. Owner state, which each copy would keep, is shared."""
     return config.share_copies if config.share_copies is not None else any(map(keeps_state, rules.values())) or None
+
+
+def _elementwise_bytes(
+    members: Sequence[MeshMember], rules: Mapping[int, MatrixRule], config: FSDP2Config
+) -> ElementwiseBytes:
+    """The most that any matrix takes; most are alike."""
+    kinds = {
+        (m.group, m.param.dtype, getattr(m.param, "grad_dtype", None)): m.param for m in members if m.group in rules
+    }
+    found = []
+    for (group, dtype, grad), param in kinds.items():
+        rule = rules[group]
+        state = state_dtype(param, config, bool(rule.quantized))
+        of = {"param": dtype, "grad": grad or dtype, "state": state, "wire": rule.exchange_dtype}
+        sizes = {key: each.itemsize for key, each in of.items()}
+        found.append(ElementwiseBytes.of(**sizes, states=len(rule.state_keys)))
+    return ElementwiseBytes(max((e.stored for e in found), default=0), max((e.owned for e in found), default=0))
 
 
 def sharding_in(sharding: Sharding, block: Block) -> Sharding:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from benchmarks import public_models
 from lwopt_backend.plan.atoms import Atom, matrices_of
 from lwopt_backend.plan.buckets import BucketSeconds, BucketTime, Timeline, cut_buckets, pipeline
-from lwopt_backend.plan.cost import MACHINES, Machine, Shape, newton_schulz_flops
+from lwopt_backend.plan.cost import MACHINES, ElementwiseBytes, Machine, Shape, newton_schulz_flops
 from lwopt_backend.plan.exchange import Segment, Transfer
 from lwopt_backend.plan.layouts import FlatPartition, Fragment, Layout, ParameterPartition, Replicas, in_blocks
 from lwopt_backend.plan.mesh import MeshLayout, Sharding, TensorShards
@@ -210,6 +210,8 @@ def test_copies_share_the_work_where_that_is_sooner() -> None:
     assert apart.compared == (device_bound(forced, fast), device_bound(apart, fast)) and apart.compared[1] < 2e-3
     nbytes = (44 + 28) * 512 * 256 * 2048 / 8
     assert apart.compared[1] > 64 * apart.atoms[0].cost / 4e14 + nbytes / 2.7e12, "products, and element-wise work"
+    assert ElementwiseBytes.of() == ElementwiseBytes(44, 28), "of Muon in fp32: 11 of the state, 14 of the wire"
+    assert ElementwiseBytes.of(param=2, grad=2, states=2, wire=4) == ElementwiseBytes(14 * 4 + 6 + 12, 56), "and casts"
     together = plan_copies(atoms_of(large), hybrid(large, 8, 8), fast)
     assert together.instances is None and together.compared is not None and together.compared[0] < together.compared[1]
     assert plan_copies(atoms_of(small), hybrid(small, 4, 8), Limits()).compared is None, "a CPU has no seconds"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.public_models import study
 from lwopt_backend.plan import Atom, Machine
@@ -108,6 +109,18 @@ def test_experts_have_no_copies_that_share_their_work() -> None:
     dense, experts = planned(layers(4, MOE), Deployment(8, ep=4), on_pairs).worst.parts
     assert any("each copy computes all updates by itself" in note.text for note in dense.notes)
     assert not any(note.about == "copies" for note in experts.notes)
+
+
+def test_copies_share_the_work_by_the_bytes_of_their_rule() -> None:
+    """Fixed: Whether copies share was decided by what Muon does in fp32, whatever the rule and the dtypes. In bf16 an
+    update takes half the memory's bytes, so computing again is sooner for wider matrices."""
+
+    def shares(dtype: torch.dtype) -> bool:
+        of_four_copies = Setting.of("fsdp2", MACHINE, {"group_size": 8}, dtype=dtype)
+        (part,) = planned([matrix(f"w.{n}", 384, 2048) for n in range(512)], Deployment(32), of_four_copies).worst.parts
+        return any("the copies of each matrix share" in note.text for note in part.notes)
+
+    assert shares(torch.float32) and not shares(torch.bfloat16)
 
 
 def test_tensor_parallel_ranks_take_turns_in_the_work() -> None:
