@@ -21,7 +21,7 @@ from tests.support.ranks import RankPool
 SCRIPTS = {  # by the test that runs them
     "test_pages.py": {"train.py", "client.py", "fsdp2_train.py", "plain_train.py", "modules_train.py"}
     | {"move_a_run.py", "own_rule.py", "pipeline_train.py"},
-    "test_checkpoint_docs.py": {"train.py", "load_fsdp2.py", "load_weights.py", "my_names.py"},
+    "test_checkpoints.py": {"train.py", "load_fsdp2.py", "load_weights.py", "my_names.py"},
     "test_second_day.py": {"second_day.py", "generate.py", "merge.py"},
     "peers/test_torchtitan.py": {"torchtitan"},
     "peers/test_emerging.py": {"emerging"},

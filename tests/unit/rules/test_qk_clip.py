@@ -1,5 +1,5 @@
 """QK-clip: heads whose logits are over the threshold come down to it, and no other head changes. That every engine
-scales their rows: test_atoms_on_engines.py."""
+scales their rows: tests/engines/test_atoms.py."""
 
 import itertools
 import math
