@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -129,12 +129,13 @@ class MeshOptimizer(LayerWiseOptimizer):
 
     def _make_state(self) -> None:
         """Create missing state, e.g. momentum, before the first step, so that every checkpoint has it."""
-        before: Mapping[Tensor, dict[str, Any]] = self.__dict__["state"]
+        before: mesh.States = self.__dict__["state"]
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         held = self._bound or [group["params"] for group in self.param_groups]  # also what was taken out of its group
         for group, params in zip(self.param_groups, held):
             for param in params:
                 state[param] = before.get(param) or mesh.new_state(param, group, self.config)
+        mesh_state.show_in_8_bits(self._steppers, state)
         self.state, self._stated = state, {id(param) for param in state}
 
     def _begin_step(self) -> None:

@@ -18,6 +18,7 @@ from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import Collectives, WithoutCollectives
 from lwopt_backend.runtime.quantized import QuantizedPiece
+from lwopt_backend.runtime.shown_state import ShownState, ShownTensor
 
 # A rank's part of an optimizer's parameters, in one form for all engines. Code with whole tensors by parameter name (a
 # checkpoint, another optimizer's state) loads them with ``put``.
@@ -86,11 +87,10 @@ class StatePiece:
 
 
 class WithQuantized(Mapping[str, Tensor]):
-    """State by key: ``stored`` tensors, and new ones of what is ``quantized``, each made when it is read. Trainers make
-    one of moved tensors alone."""
+    """State by key: ``stored`` tensors, and new ones of what is ``quantized``, each made when it is read."""
 
-    def __init__(self, stored: Mapping[str, Tensor], quantized: Mapping[str, QuantizedPiece] | None = None) -> None:
-        self._stored, self._quantized = stored, quantized or {}
+    def __init__(self, stored: Mapping[str, Tensor], quantized: Mapping[str, QuantizedPiece]) -> None:
+        self._stored, self._quantized = stored, quantized
 
     def __getitem__(self, key: str) -> Tensor:
         return self._quantized[key].read() if key in self._quantized else self._stored[key]
@@ -105,6 +105,10 @@ class WithQuantized(Mapping[str, Tensor]):
         """Quantize what was read."""
         if key in self._quantized:
             self._quantized[key].write(tensor)
+
+    def shown(self) -> ShownState:
+        """The same for ``optimizer.state``."""
+        return ShownState(self._stored, {key: ShownTensor(piece) for key, piece in self._quantized.items()})
 
 
 def with_quantized(stored: Mapping[str, Tensor], quantized: Mapping[str, QuantizedPiece]) -> Mapping[str, Tensor]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.checkpoint import formats
 from lwopt_backend.config.hosts import FSDP2Config, ZeROConfig
+from lwopt_backend.engines.fsdp2.plan import local
 from lwopt_backend.engines.zero.plan import plan_group
 from lwopt_backend.groups.grouping import Given
 from lwopt_backend.groups.registry import options_of
@@ -294,6 +295,47 @@ def test_what_changes_state_changes_what_is_kept_in_8_bits(engine: str, tmp_path
         if engine in ("zero 2", "owned 1"):
             with pytest.raises(ValueError, match="found 'momentum_buffer', kept in 8 bits by momentum_dtype"):
                 safe_get_full_optimizer_state(run.model.get_parameter(MATRICES[0]), "momentum_buffer")
+
+
+@cells(ranks=[2], engine=["plain", "fsdp2", "fsdp2, columns"])
+@on_ranks()
+def test_optimizer_state_shows_the_momentum_in_fp32(engine: str, tmp_path: Path) -> None:
+    """Loops that trainers and users write over it move it, read it and change it, or raise."""
+    cell = CELLS[engine]
+    truth = Rounded(cell, dist.get_world_size())
+    with small_blocks(), running(cell, model_for(cell.sharding)) as run:
+        run.train(range(1))
+        truth.go(range(1), dist.get_world_size())
+        kept = [state for state in run.optimizer.state.values() if "momentum_buffer" in state]
+        for state in run.optimizer.state.values():
+            for key, value in state.items():
+                state[key] = value.to("cpu")
+        squares = torch.stack([local(state["momentum_buffer"]).double().square().sum() for state in kept]).sum()
+        dist.all_reduce(squares)
+        wanted = sum(truth.state_of(name)["momentum_buffer"].double().square().sum() for name in MATRICES)
+        assert squares.item() == pytest.approx(float(wanted), rel=1e-12)
+        for change in ("moved", "in place", "in a list", "assigned"):
+            for state in kept:
+                momentum = state["momentum_buffer"]
+                if change == "in place":
+                    momentum.mul_(-2)
+                elif change == "in a list":
+                    torch._foreach_mul_([momentum], 4.0)
+                elif change == "assigned":
+                    state["momentum_buffer"] = copy.deepcopy(momentum) * 0.25
+            factor = {"moved": 1.0, "in place": -2.0, "in a list": 4.0, "assigned": 0.25}[change]
+            for name in MATRICES:
+                truth.state_of(name)["momentum_buffer"].mul_(factor)
+            run.save(f"{tmp_path} {change}")
+            check_momenta(f"{tmp_path} {change}", truth)
+        (some, *_) = [state for state in kept if local(state["momentum_buffer"]).numel()]
+        with pytest.raises(RuntimeError, match=r"'select' takes a part of state .* clone\(\) the whole first"):
+            local(some["momentum_buffer"])[0].zero_()
+        with pytest.raises(ValueError, match=r"'momentum_buffer': expected this rank's .* found \(3,\)"):
+            some["momentum_buffer"] = torch.zeros(3)
+        run.train(range(1, 2))
+        truth.go(range(1, 2), dist.get_world_size())
+        assert largest_difference(run.weights(), truth.model) == 0.0
 
 
 # What is refused

@@ -21,12 +21,7 @@ from lwopt_backend.groups.registry import new_state
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
 from lwopt_backend.runtime import nested
-from lwopt_backend.runtime.state import (
-    MATRICES,
-    OwnerStates,
-    StatePiece,
-    StateStore,
-)
+from lwopt_backend.runtime.state import MATRICES, OwnerStates, StatePiece, StateStore, WithQuantized
 
 
 def state_pieces(core: BufferCore) -> list[StatePiece]:
@@ -116,17 +111,19 @@ EXPERTS = (
 
 
 def held_state(core: BufferCore, groups: Groups) -> dict[Tensor, Mapping[str, Tensor]]:
-    """By parameter, this rank's piece of its state; meta tensors if this rank owns none of it.
+    """By parameter, this rank's piece of its state, as ``optimizer.state`` shows it; empty tensors if this rank owns
+    none of it.
 
     All ranks have all keys: torch.distributed.checkpoint steps an optimizer without state to create some, and reads
     only the existing keys of a flattened state dict.
     """
-    pieces = {piece.member: piece.tensors for piece in state_pieces(core)}
-    return {
-        member.param: pieces.get(number)
-        or {key: form.to("meta") for key, form in state_forms(core, number, groups).items()}
-        for number, member in enumerate(core.members)
-    }
+    pieces, found = {piece.member: piece.tensors for piece in state_pieces(core)}, dict[Tensor, Mapping[str, Tensor]]()
+    for number, member in enumerate(core.members):
+        tensors = pieces.get(number)
+        if tensors is None:  # a counter too: its number is not known here
+            tensors = {key: form.new_empty(0) for key, form in state_forms(core, number, groups).items()}
+        found[member.param] = tensors.shown() if isinstance(tensors, WithQuantized) else tensors
+    return found
 
 
 def state_forms(core: BufferCore, number: int, groups: Groups) -> dict[str, Tensor]:

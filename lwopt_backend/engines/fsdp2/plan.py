@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from itertools import chain
@@ -36,6 +36,7 @@ from lwopt_backend.runtime.pieces import Pieces, Regions, Slices, box_regions
 from lwopt_backend.runtime.places import Rules
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.quantized import QuantizedPiece, part_nbytes, rows_in
+from lwopt_backend.runtime.shown_state import Elsewhere, ShownState, ShownTensor, stored
 from lwopt_backend.runtime.state import StatePiece, keeps_state, with_quantized
 from lwopt_backend.runtime.step import MatrixStepper, StepInput
 
@@ -346,13 +347,16 @@ def by_wire(members: Sequence[MeshMember], rules: Mapping[int, MatrixRule]) -> l
     return [[m for m in members if id(m) in kept], *list(found.values())[1:]]
 
 
-def new_state(param: Tensor, group: Mapping[str, Any], config: FSDP2Config) -> dict[str, Tensor]:
-    """Fresh state for a parameter, sharded as it is, in the configured dtype; on meta what is kept in 8 bits."""
+def new_state(param: Tensor, group: Mapping[str, Any], config: FSDP2Config) -> MutableMapping[str, Tensor]:
+    """Fresh state for a parameter, sharded as it is, in the configured dtype; shown only what is kept in 8 bits."""
     keys = registry.quantized_keys(group)
     like, dtype = param.detach(), state_dtype(param, config, bool(keys))
-    stored = registry.stored_state(like if like.dtype == dtype else torch.empty_like(like, dtype=dtype), group)
-    without = torch.empty(local(param).shape, dtype=dtype, device="meta")
-    return {**stored, **{key: as_shard(without, param) for key in keys}}
+    made = registry.stored_state(like if like.dtype == dtype else torch.empty_like(like, dtype=dtype), group)
+    if not keys:
+        return made
+    why = "kept in 8 bits, from the first step or load on; until then zeros"
+    later = ShownTensor(Elsewhere(why, tuple(local(param).shape), dtype))
+    return ShownState(made, {key: as_shard(later, param) for key in keys})
 
 
 def as_shard(part: Tensor, made: Tensor) -> Tensor:
@@ -532,7 +536,7 @@ def _members(
 # The parameters of one device mesh: planned together, exchanged over one process group, stepped together.
 
 BATCH_NUMEL = 2**26  # elements that a rule takes at once on an accelerator; others: ``base.BATCH_NUMEL``, and why
-States = Mapping[Tensor, dict[str, Any]]
+States = MutableMapping[Tensor, MutableMapping[str, Any]]
 
 
 class MeshStepper:
@@ -674,7 +678,7 @@ class MeshStepper:
         """This rank's box of every member, which are numbered from ``first``."""
         for number, member in enumerate(self.members, first):
             view = View.of_box(member.sharding.shape, member.sharding.box(self._coordinate))
-            state = {key: local(tensor) for key, tensor in states.get(member.param, {}).items() if not tensor.is_meta}
+            state = {key: local(tensor) for key, tensor in stored(states.get(member.param, {})).items()}
             tensors = with_quantized(state, self.in_8_bits(number - first))
             yield StatePiece(number, view, local(member.param), tensors)
 
@@ -708,7 +712,7 @@ def piece(
     Raises TypeError for a gradient that is not a dense tensor.
     """
     value = local(member.param)
-    shards = {key: local(tensor) for key, tensor in state.items() if not tensor.is_meta}  # meta tensors are owner state
+    shards = {key: local(tensor) for key, tensor in stored(state).items()}
     grad = torch.zeros_like(value) if grad is None else gradient(member.name, member.param, grad)
     if grad.layout != torch.strided:
         raise TypeError(f"{describe(member.name, member.param)}: expected a dense gradient, found {grad.layout}")

@@ -25,6 +25,7 @@ from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import check_on_all
 from lwopt_backend.runtime.exchange import Way, ways_back, ways_to_owners
 from lwopt_backend.runtime.owner_state import BUCKET_BYTES, Segments, exchange
+from lwopt_backend.runtime.shown_state import Elsewhere, ShownState, ShownTensor, stored
 from lwopt_backend.runtime.state import (
     MATRICES,
     StatePiece,
@@ -140,6 +141,10 @@ def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 # does.
 
 Groups = Sequence[Sequence[Tensor]]
+AT_OWNER = (
+    "{!r} of {!r} is at the owner of a matrix; optimizer.state_dict(), which all ranks call, has it, and "
+    "load_state_dict() and reset_state() change it"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,19 +324,43 @@ def _bytes_in(tensor: Tensor, dtype: torch.dtype, place: slice) -> Tensor:
 def owner_shards(steppers: Sequence[MeshStepper], rules: Mapping[int, MatrixRule], states: States) -> list[OwnerShards]:
     """The owner state of each stepper's matrices, in shards. Called on all ranks of the meshes.
 
-    Adds its keys to ``states``, on meta: torch reads only the existing keys of a flattened checkpoint.
+    Shows its keys in ``states``: torch reads only the existing keys of a flattened checkpoint.
     """
     shards = [OwnerShards(stepper, rules) for stepper in steppers]
-    quantized = {m.param: stepper.in_8_bits(n) for stepper in steppers for n, m in enumerate(stepper.members)}
-    for param, state in states.items():
-        for name in [name for name, tensor in state.items() if tensor.is_meta and name not in quantized[param]]:
-            del state[name]
-    for of_mesh in shards:
+    for state in states.values():
+        if isinstance(state, ShownState):
+            state.shown.clear()
+    show_in_8_bits(steppers, states)
+    for stepper, of_mesh in zip(steppers, shards):
         for entry in of_mesh.entries:
-            states[entry.param][entry.key] = _as_dtensor(entry.like, entry.like.shape, entry.param)
-        for param, elements in of_mesh.matrices.items():
-            states[param][MATRICES] = nested.described(elements).to("meta")
+            member = stepper.members[stepper.member_of_atom[entry.atom]]
+            at_owner = _at_owner(entry.key, member.name, entry.like)
+            _shown_of(states, entry.param)[entry.key] = _as_dtensor(at_owner, entry.like.shape, entry.param)
+        for member in stepper.members:
+            if (elements := of_mesh.matrices.get(member.param)) is not None:
+                at_owner = _at_owner(MATRICES, member.name, nested.described(elements))
+                _shown_of(states, member.param)[MATRICES] = at_owner
     return shards
+
+
+def _at_owner(key: str, name: str, like: Tensor) -> Tensor:
+    return ShownTensor(Elsewhere(AT_OWNER.format(key, name), tuple(like.shape), like.dtype))
+
+
+def show_in_8_bits(steppers: Sequence[MeshStepper], states: States) -> None:
+    """Show in ``states`` what the steppers keep in 8 bits."""
+    for stepper in steppers:
+        for number, member in enumerate(stepper.members):
+            for key, held in stepper.in_8_bits(number).items():
+                _shown_of(states, member.param)[key] = as_shard(ShownTensor(held), member.param)
+
+
+def _shown_of(states: States, param: Tensor) -> dict[str, Tensor]:
+    """What a parameter's state shows, to be changed."""
+    state = states[param]
+    if not isinstance(state, ShownState):
+        states[param] = state = ShownState(state)
+    return state.shown
 
 
 def with_owner_state(state_dict: dict[str, Any], shards: Sequence[OwnerShards], groups: Groups) -> dict[str, Any]:
@@ -359,7 +388,10 @@ def with_wide_state(
             of_param = dict(state.get(index_of[id(param)], {}))
             for key in of_param.keys() & set(keys):
                 held, like = pieces.get(param, {}).get(key), local(of_param[key])
-                wide = torch.zeros_like(like, device=local(param).device) if held is None else held.read()
+                if held is None:
+                    wide = torch.zeros(like.shape, dtype=like.dtype, device=local(param).device)
+                else:
+                    wide = held.read()
                 of_param[key] = as_shard(wide, param)
             state[index_of[id(param)]] = of_param
     return {**state_dict, "state": state}
@@ -385,8 +417,8 @@ def take_state(
             made = ((entry, found[entry.param][entry.key], states[entry.param][entry.key]) for entry in of_mesh.entries)
             of_mesh.load({entry: _here(value, like) for entry, value, like in made})
     for param, of_param in found.items():
-        for key, into in states[param].items():
-            if key in of_param and not into.is_meta:  # meta tensors are at the owner, or in 8 bits
+        for key, into in stored(states[param]).items():
+            if key in of_param:
                 local(into).copy_(_here(torch.as_tensor(of_param[key]), into))
     for stepper in steppers:
         for number, member in enumerate(stepper.members):

@@ -6,6 +6,7 @@ That training goes on from it, with every sharding and rule, is in test_checkpoi
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,27 @@ def test_owner_state_is_saved_where_a_mesh_has_none(rank_pools: dict[int, RankPo
         for found in rank_pools[ranks].run(tours_of, rule, str(tmp_path), load_two):
             apart = {tour: largest_difference(found[tour], weights) for tour, weights in expected.items()}
             assert set(apart.values()) == {0.0}, (ranks, apart)
+
+
+@on_ranks(2)
+def test_optimizer_state_says_where_owner_state_is() -> None:
+    """Loops that move state pass it, as Lightning's do when a run begins. What reads it or changes it raises."""
+    model, optimizer = of_two("soap", "ignored parameter")
+    train_two(model, optimizer, range(2))
+    before = whole_state(optimizer)
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            state[key] = value.to("cpu")
+    assert same(whole_state(optimizer), before)
+    state = optimizer.state[model.second.weight]
+    key = next(key for key, value in state.items() if value.is_meta)
+    told = f"{key!r} of 'second.weight' is at the owner of a matrix; optimizer.state_dict"
+    for wrong in (state[key].sum, state[key].zero_, lambda: state.update({key: torch.empty(state[key].shape)})):
+        with pytest.raises(RuntimeError, match=re.escape(told)):
+            wrong()
+    with pytest.raises(RuntimeError, match="cannot be taken out; reset_state"):
+        del state[key]
+    assert same(whole_state(optimizer), before)
 
 
 @on_ranks(2)
