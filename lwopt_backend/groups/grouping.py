@@ -24,7 +24,7 @@ from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.examples import examples_of
 from lwopt_backend.routing.examples import lines as example_lines
 from lwopt_backend.routing.matrices import Divided, divide
-from lwopt_backend.routing.models import modules_of
+from lwopt_backend.routing.models import check_memory, modules_of
 from lwopt_backend.routing.output_heads import Head, output_heads
 from lwopt_backend.routing.routing import (
     Kind,
@@ -212,9 +212,10 @@ def group_parameters(
 
     A part of a model comes with its ``routes``, from ``route_given``, and those of the other parts, ``elsewhere``. The
     ``example`` is of the model's arguments, as in ``explain``.
-    Raises ValueError if a given parameter is not the model's, if a glob or an override matches nothing, or if no
-    parameter is a matrix and the configuration does not allow that.
+    Raises ValueError if a given parameter is not the model's, if parameters share memory, if a glob or an override
+    matches nothing, or if no parameter is a matrix and the configuration does not allow that.
     """
+    check_memory(model)
     names = {id(param): name for name, param in named_parameters(model)}
     for number, group in enumerate(given):
         for position, param in enumerate(group["params"]):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -57,6 +58,50 @@ def parameters_of(model: nn.Module, remove_duplicate: bool = True) -> Iterator[t
             if param is not None and not (remove_duplicate and id(param) in seen):
                 seen.add(id(param))
                 yield f"{name}.{key}" if name else key, param
+
+
+def check_memory(model: nn.Module) -> None:
+    """Raises ValueError for a parameter that has memory in common with another one, or with a buffer.
+
+    Engines keep parameters in memory of their own, so such a parameter would be a second one from then on. One
+    parameter under several names stays one.
+    """
+    params = [(name, param.data, param.requires_grad) for name, param in parameters_of(model)]
+    named = [*params, *((name, buffer, False) for name, buffer in model.named_buffers())]
+    spans = []  # in memory, and the number of the tensor
+    for number, (_, tensor, _) in enumerate(named):
+        if type(tensor.detach()) is Tensor and tensor.numel() and not (tensor.is_meta or tensor.is_sparse):
+            start = tensor.data_ptr()
+            spans.append((str(tensor.device), start, start + _extent(tensor) * tensor.itemsize, number))
+    before: list[tuple[str, int, int, int]] = []  # those that end behind the start of the next one
+    for span in sorted(spans):
+        before = [other for other in before if other[0] == span[0] and other[2] > span[1]]
+        for other in before:
+            (one, ours, trained), (another, theirs, also) = (named[each] for each in sorted((span[3], other[3])))
+            if (trained or also) and _overlap(ours, theirs):
+                raise ValueError(
+                    f"{one!r} and {another!r} share memory, so a step of one would change the other; expected memory "
+                    "of its own for each. Make them one parameter (a.weight = b.weight), compute one from the other in "
+                    "the forward (b.weight.t()), or untie them (clone())"
+                )
+        before.append(span)
+
+
+def _extent(tensor: Tensor) -> int:
+    """The elements from the first to the last in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors, each of which has memory between the ends of the other, have any element in common."""
+    some = (one, other)
+    if one.dtype != other.dtype or all(_extent(tensor) == tensor.numel() for tensor in some):
+        return True
+    first = min(tensor.data_ptr() for tensor in some)
+    starts = [(tensor.data_ptr() - first) // tensor.itemsize for tensor in some]
+    held = torch.zeros(max(start + _extent(tensor) for start, tensor in zip(starts, some)), dtype=torch.bool)
+    held.as_strided(one.shape, one.stride(), starts[0]).fill_(True)
+    return bool(held.as_strided(other.shape, other.stride(), starts[1]).any())
 
 
 def _items(given: Any) -> list[Any]:

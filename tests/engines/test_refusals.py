@@ -34,7 +34,7 @@ from lwopt_backend.integrations import deepspeed_zero, fsdp2
 from lwopt_backend.integrations.deepspeed import versions
 from lwopt_backend.integrations.deepspeed_zero import LayerWise, LayerWiseMuon
 from tests.engines.zero.test_tensor_parallel import ModelParallel
-from tests.support.models import UnevenLM
+from tests.support.models import VOCABULARY, UnevenLM
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import RankPool
 from tests.support.zero import ADAMW, BF16, MUON, OWNED, build, config, engine_for, train
@@ -510,6 +510,13 @@ def parameters_of_another_model() -> None:
     build(config(2), model_parameters=[*UnevenLM().parameters()])
 
 
+def parameters_that_share_memory(settings: dict[str, Any]) -> None:
+    """DeepSpeed copies parameters, so that they would be tied no longer."""
+    model = UnevenLM()
+    model.lm_head.weight.data = model.layers[0].weight.data[:VOCABULARY]
+    build(settings, model)
+
+
 def another_optimizer_on_our_param_groups() -> None:
     """As Accelerate does to an optimizer object where the configuration offloads."""
     settings = config(2)
@@ -560,6 +567,10 @@ OF_ANOTHER_OPTIMIZER = (
 )
 UNTRAINABLE: Any = [
     (tags_for_deepspeeds_own_muon, "1 parameters, the first is 'layers.0.weight', carry use_muon=True"),
+    *[
+        (partial(parameters_that_share_memory, each), "'layers.0.weight' and 'lm_head.weight' share memory")
+        for each in (*map(config, range(4)), ON_OWNED)
+    ],
     (parameters_of_another_model, r"group 0, position 0: the parameter of shape \(37, 24\) is not in the model"),
     (another_optimizer_on_our_param_groups, OF_ANOTHER_OPTIMIZER),
     (offloading_states, "offloading: expected .storage.: .zero., found .owned."),

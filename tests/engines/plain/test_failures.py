@@ -89,12 +89,20 @@ def with_wide_gradients(dtype: torch.dtype | None) -> nn.Module:
     return model
 
 
+def tied_by_memory() -> nn.Module:
+    """torch.optim and DDP keep such weights equal, as decoders that are tied to encoders by ``weight.data``."""
+    model = Branches()
+    model.right.weight.data = model.left.weight.data
+    return model
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "DDP": (lambda: DDP(Branches()), "wrapped in DistributedDataParallel; pass the module inside"),
     "DDP within": (lambda: nn.Sequential(DDP(Branches())), "its module '0' is wrapped in DistributedDataParallel"),
     "FSDP": (sharded_by_fsdp, "found the model sharded by FullyShardedDataParallel, which flattens matrices; pass the"),
     "float8": (float8, "'left.weight' is stored in float8_e4m3fn; expected float32, bfloat16, float16 or float64"),
     "float8 on one rank": (lambda: float8() if dist.get_rank() else Branches(), "float8_e4m3fn"),
+    "tied by memory": (tied_by_memory, "'left.weight' and 'right.weight' share memory, so a step of one would change"),
     "sparse": (
         lambda: nn.Sequential(nn.Embedding(7, 6, sparse=True)),
         "expected dense gradients, found sparse ones of '0'",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
+from lwopt_backend import explain
 from lwopt_backend.config.atoms import AtomSettings
 from lwopt_backend.engines.report import routing_headline
 from lwopt_backend.integrations import fsdp2
@@ -280,6 +281,18 @@ def test_parameters_of_unknown_use_are_elementwise() -> None:
         asked = routes_of(model, include=["0.table"], exclude=["1.table"], atoms=ends_it)
     assert asked["3.w1"].transposed and not asked["2.in_proj"].transposed
     assert [asked[f"{n}.table"].kind for n in (0, 1)] == ["matrix", "elementwise"]
+
+
+def test_only_memory_in_common_is_shared_memory() -> None:
+    """Rows in turn, as of one weight that two modules have, lie between each other; cuDNN's weights lie end to end."""
+    model, rows = nn.Sequential(nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(6, 4)), torch.ones(9, 6)
+    for number, of_rows in enumerate((rows[:8:2], rows[1:9:2], torch.ones(4, 6))):
+        model[number].weight.data = of_rows
+    explain(model, matrix="muon", lr=0.1, show=False)
+    for shared in (rows[2:6], rows[::2][1:], rows[:4, :1].expand(4, 6)):
+        model[2].weight.data = shared
+        with pytest.raises(ValueError, match="'(0|1).weight' and '2.weight' share memory|'2.weight' and '0.weight'"):
+            explain(model, matrix="muon", lr=0.1, show=False)
 
 
 def test_marks_of_megatron_and_deepspeed_are_heeded() -> None:
