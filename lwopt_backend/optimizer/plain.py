@@ -28,7 +28,7 @@ from lwopt_backend.engines.buffers.model import (
 from lwopt_backend.engines.buffers.shown import gradients_shown
 from lwopt_backend.engines.buffers.state import BufferStore, held_state, state_of
 from lwopt_backend.engines.buffers.step import BufferCore, ParamSet
-from lwopt_backend.engines.buffers.untrained import Buffers, broadcast_untrained
+from lwopt_backend.engines.buffers.untrained import Buffers, Unreduced, broadcast_untrained
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Given, Grouping, as_saved
 from lwopt_backend.groups.members import is_by_number
@@ -99,6 +99,7 @@ class PlainOptimizer(LayerWiseOptimizer):
         if self._buffers.any:
             receives = Hook(self._buffers, lambda buffers, *args: buffers.receive())
             remove_with(self._buffers, [module.register_forward_pre_hook(receives) for module in called(model)])
+        self._unreduced = Unreduced(model, trained, everyone.world_size)
         self._loaded = False
         tell_when_loaded(model, self._take_loaded)
         if self.config.overlap_param_gather:
@@ -124,6 +125,7 @@ class PlainOptimizer(LayerWiseOptimizer):
             self._integrity.check()
             self.core.check_loaded()
             self._presences = self._meeting.finish(self.param_groups)
+            self._unreduced.look()
             self._buffers.receive()
 
     def _step(self) -> None:

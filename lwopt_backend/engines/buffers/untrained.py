@@ -11,8 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lwopt_backend.config.hosts import NAME
+from lwopt_backend.config.versions import is_first_rank
 from lwopt_backend.engines.buffers.hooks import is_followed
 from lwopt_backend.engines.buffers.step import WHAT, ParamSet, set_number
+from lwopt_backend.groups.param_groups import COMPARED_EVERY
+from lwopt_backend.routing.routing import named, warn
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import Collectives, Pending
 from lwopt_backend.runtime.tensors import copy_alike
@@ -49,6 +53,33 @@ def broadcast_untrained(
         for tensors in batches:
             message = Message(tensors, shared.ranks)
             message.receive()
+
+
+class Unreduced:
+    """Tells once, on the first rank, of parameters of ``model`` that have a gradient and belong to no optimizer here.
+
+    DDP would average these gradients over ``ranks``. Here nobody does, so that with another optimizer the ranks' values
+    of such a parameter drift apart.
+    """
+
+    def __init__(self, model: nn.Module, trained: Collection[int], ranks: int) -> None:
+        self._model, self._trained = model, frozenset(trained)
+        self._steps, self._looks = 0, ranks > 1 and is_first_rank()
+
+    def look(self) -> None:
+        """Look at the gradients, in the first step and in every 64th. Called in every step."""
+        if self._looks and self._steps % COMPARED_EVERY == 0:
+            others = [(name, p) for name, p in self._model.named_parameters() if id(p) not in self._trained]
+            names = [name for name, param in others if param.grad is not None and not is_followed(param)]
+            if names:
+                self._looks = False
+                warn(
+                    f"{NAME}: {len(names)} parameter(s) that no {NAME} trains have a gradient, {named(names)}. Such "
+                    "gradients stay on each rank, where DDP would average them: another optimizer would train other "
+                    f"values on each rank. Give the parameters to this optimizer, or to a second {NAME} with params; "
+                    "or freeze them"
+                )
+        self._steps += 1
 
 
 class Message:
@@ -103,8 +134,8 @@ class Buffers:
         self.receive()
         if not self.any:
             return
-        for named, shared in zip(_by_set([*self._model.named_buffers()], self._sets), self._sets):
-            for tensors in _batches(named, shared.ranks):
+        for some, shared in zip(_by_set([*self._model.named_buffers()], self._sets), self._sets):
+            for tensors in _batches(some, shared.ranks):
                 self._messages.append(Message(tensors, shared.ranks))
                 self._sent("buffers", self._messages[-1].nbytes)
 

@@ -27,6 +27,7 @@ from tests.support.models import largest_difference
 from tests.support.on_ranks import on_ranks
 from tests.support.plain import Branches, Turn, assert_same, back, exact_sums, optimizer_in, rows, train_ours, truth
 from tests.support.ranks import gathered
+from tests.support.told import heard
 
 ALL = tuple(scenarios.MODES)
 BROADCAST = TorchCollectives.start_broadcast
@@ -336,6 +337,31 @@ def test_a_second_optimizer_may_follow_the_first() -> None:
     scenarios.mean_gradients(expected, Turn.back, 0)
     scenarios.step_all(scenarios.optimizers_of(expected))
     assert_same(model, expected)
+
+
+@on_ranks(2)
+def test_gradients_that_nobody_averages_are_told_once() -> None:
+    """Of torch's optimizer for the rest of a model, whose weights would drift apart; not of a second one like this."""
+    for beside in ("torch's", "ours", "no"):
+        model = Branches()
+        rest = [*model.last.parameters()]
+        first = optimizer_in(model, params=[p for p in model.parameters() if not any(p is one for one in rest)])
+        if beside == "no":
+            model.last.requires_grad_(False)
+        other = optimizer_in(model, params=rest, allow_no_matrix=True) if beside == "ours" else torch.optim.SGD(rest)
+        with heard() as said:
+            for step in range(2):
+                back(model, step)
+                first.step()
+                other.step()
+        told = [text for text in said if "DDP would average" in text]
+        is_due = beside == "torch's" and dist.get_rank() == 0
+        assert len(told) == is_due, said
+        assert (
+            not is_due or "2 parameter(s) that no LayerWiseOptimizer trains have a gradient, 'last.weight'" in told[0]
+        )
+        first.zero_grad()
+        del first, other
 
 
 @on_ranks(2)
