@@ -21,6 +21,7 @@ from lwopt_backend.groups.registry import MATRIX_RULES, atoms_of
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import Block, TrainedParam
 from lwopt_backend.qk_clip import RowScaling
+from lwopt_backend.routing.convolutions import FLATTENED
 from lwopt_backend.routing.examples import examples_of
 from lwopt_backend.routing.examples import lines as example_lines
 from lwopt_backend.routing.matrices import Divided, divide
@@ -228,7 +229,8 @@ def group_parameters(
     examples = examples_of(model, example)
     shown = Shown(model, full_shape, examples)
     if routes is None:
-        heads = output_heads(model, shown=shown, decided=_decided(model, config))
+        flatten = config.convolutions == "flatten"
+        heads = output_heads(model, shown=shown, decided=_decided(model, config), flatten=flatten)
         routes = route_given(model, given, rules, config, heads.found, shown=shown)
         _warn_of_last([names[key] for key in names if key in heads.unclear], routes, rules)
     everywhere = [*routes, *elsewhere]
@@ -296,7 +298,8 @@ def _way_out(routes: Sequence[Route]) -> str:
 
 def _warn_of_last(unclear: Sequence[str], routes: Sequence[Route], rules: Rules) -> None:
     """Warn of weights that may be output heads, if the matrix rule trains them and no option says so."""
-    some = [r.name for r in routes if r.name in unclear and r.kind == "matrix" and r.truth != "option"]
+    set_so = {r.name for r in routes if r.truth == "option" and not r.reason.startswith(FLATTENED)}
+    some = [r.name for r in routes if r.name in unclear and r.kind == "matrix" and r.name not in set_so]
     if some:
         warn(
             f"{named(some)} may be output heads: the model returns what they make, or they are last, and nothing "

@@ -32,6 +32,11 @@ def called(model: nn.Module) -> list[nn.Module]:
     return list(model) if isinstance(model, nn.ModuleList) else [model]
 
 
+def has_forward(module: nn.Module) -> bool:
+    forward = vars(module).get("forward") or type(module).forward
+    return forward not in (nn.Module.forward, nn.modules.module._forward_unimplemented)
+
+
 def modules_of(model: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Module]:
     """``model.named_modules()``, without overrides, in which PEFT's attention makes parameters anew."""
     found: dict[str, nn.Module] = {}

@@ -13,9 +13,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from lwopt_backend.routing.models import Adapter, NamedModule, called, is_peft, modules_of, named_modules, parameters_of
+from lwopt_backend.routing.models import (
+    Adapter,
+    NamedModule,
+    called,
+    has_forward,
+    is_peft,
+    modules_of,
+    named_modules,
+    parameters_of,
+)
 from lwopt_backend.routing.shown import Shown, Truth
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -60,6 +69,7 @@ def output_heads(
     rows: frozenset[int] | None = None,
     shown: Shown | None = None,
     decided: Collection[int] = (),
+    flatten: bool = False,
 ) -> OutputHeads:
     """The output heads, with the reason for each.
 
@@ -67,7 +77,8 @@ def output_heads(
     each. A head tied to an embedding may be missing, because it is the embedding. PEFT's replacements of a head are
     also heads: its copies and its adapters. ``rows`` are those of the embeddings that heads are compared with, if
     ``model`` is a part of one: see ``rows_for_heads``. ``shown`` is what the model's code shows; nothing is followed
-    for weights that options have ``decided``, by their ids.
+    for weights that options have ``decided``, by their ids. With ``flatten``, convolutions are matrices, of which the
+    last may be a head as well.
     """
     heads: dict[int, Head] = {}
     for network, of_network in _with_rows(model, rows):
@@ -76,7 +87,8 @@ def output_heads(
         heads = {**by_name, **heads, **by_library, **both}
     if shown is None:
         return OutputHeads(heads)
-    return _by_runs(model, shown, heads, decided, is_part=rows is not None)
+    convolutions = [one.weight for one in modules_of(model).values() if isinstance(one, nn.modules.conv._ConvNd)]
+    return _by_runs(model, shown, heads, decided, convolutions if flatten else (), is_part=rows is not None)
 
 
 def _with_rows(model: nn.Module, rows: frozenset[int] | None) -> Iterator[tuple[nn.Module, frozenset[int]]]:
@@ -94,7 +106,13 @@ def _with_rows(model: nn.Module, rows: frozenset[int] | None) -> Iterator[tuple[
 
 
 def _by_runs(
-    model: nn.Module, shown: Shown, heads: Mapping[int, Head], decided: Collection[int], *, is_part: bool
+    model: nn.Module,
+    shown: Shown,
+    heads: Mapping[int, Head],
+    decided: Collection[int],
+    convolutions: Sequence[Tensor],
+    *,
+    is_part: bool,
 ) -> OutputHeads:
     """The heads with what runs show: on an example, before all else; on a guess, of weights that nothing tells."""
     found, settled = dict(heads), {*decided}
@@ -105,32 +123,42 @@ def _by_runs(
         found |= dict.fromkeys(_with_adapters(model, ids), Head("output head, returned and not read", "example"))
     settled |= found.keys()
     linears = [id(one.weight) for one in _last_linears(model, in_lists=not found) if id(one.weight) not in settled]
-    bare = [id(param) for param in _bare(model) if id(param) not in settled] if not found else []
+    beside = [*_bare(model), *convolutions] if not found else []
+    open_ones = [id(param) for param in beside if id(param) not in settled]
     doubtful = {key for key, head in found.items() if head.doubtful and head.truth == "name"}
-    is_open = bool(linears or bare or doubtful)
+    is_open = bool(linears or open_ones or doubtful)
     if not is_open or is_part or shown.has_example or _is_tied(model) or _is_told(model, found):
         return OutputHeads(found)
     unclear: frozenset[int] = frozenset()
     ran = 0
     for module, ids, reads in shown.heads("guess"):
         ran += 1
-        if reads:
-            found = {key: head for key, head in found.items() if key not in doubtful & shown.used(module) - ids}
+        if reads:  # whatever the name of what it does not return
+            others = shown.used(module) - {*_with_adapters(model, ids)}
+            found = {key: head for key, head in found.items() if head.truth != "name" or key not in others}
             found |= dict.fromkeys(_with_adapters(model, ids - found.keys()), Head(BY_GUESS, "guess"))
         else:
             unclear |= ids
     if linears and not found and ran < len(called(model)):
         unclear |= _last_of(model, linears, shown)
+    last = [id(one) for one in convolutions if id(one) in open_ones][-1:]
+    if last and not found and ran < len(called(model)):
+        unclear |= {*last, *shown.last_used({*map(id, convolutions)})}
     return OutputHeads(found, unclear - found.keys())
 
 
 def _last_of(model: nn.Module, linears: Sequence[int], shown: Shown) -> set[int]:
     """Of a model whose run on a guess stopped: the linear to which it came last, and the last one, or the one of the
-    last module that this module returns."""
+    last module that this module returns. Of a model without a ``forward``, the last of each module that it has."""
     children = [child for one in called(model) for child in one._modules.values() if child is not None]
     last = next((c for c in reversed(children) if any(id(p) == linears[-1] for _, p in parameters_of(c))), None)
     returned = shown.returned(last) & {*linears} if last is not None and not isinstance(last, nn.Linear) else set()
-    return {*(returned or {linears[-1]}), *shown.last_used({*linears})}
+    found = {*(returned or {linears[-1]}), *shown.last_used({*linears})}
+    for one in called(model):
+        for child in one._modules.values() if not has_forward(one) else ():
+            inside = [] if child is None or isinstance(child, nn.Linear) else parameters_of(child)
+            found |= {*[id(param) for _, param in inside if id(param) in linears][-1:]}
+    return found
 
 
 def _bare(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -170,6 +198,11 @@ def _by_library(model: nn.Module) -> dict[int, Head]:
     ``get_classifier`` and the names in its ``default_cfg``."""
     found: dict[int, Head] = {}
     heads: list[tuple[Any, str]] = []
+    for one in modules_of(model).values():
+        if isinstance(one, nn.AdaptiveLogSoftmaxWithLoss):
+            parts = (one.head, *([*tail.children()][-1] for tail in one.tail))
+            params = (param for part in parts for param in part.parameters())
+            found |= dict.fromkeys(map(id, params), Head("output head, of an adaptive softmax", "library"))
     if _is_transformers(model):
         inside = [one for one in modules_of(model).values() if _is_transformers(one)]
         heads = [(_called(one, "get_output_embeddings"), "get_output_embeddings") for one in inside]

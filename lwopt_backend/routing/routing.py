@@ -427,8 +427,11 @@ def _by_structure(shape: Sequence[int], uses: Sequence[Use], head: Head | None) 
         tied = [use.module_name for use in uses if not _is_embedding(use.module)]
         return "elementwise", f"embedding, tied to {tied[0]}" if tied else "embedding", "class"
     if len(shape) != 2:
-        is_convolution = any(use.key == "weight" and of_module(use.module) is not None for use in uses)
-        return "elementwise", CONVOLUTION if is_convolution else f"{len(shape)}-D", "class"
+        if any(use.key == "weight" and of_module(use.module) is not None for use in uses):
+            return "elementwise", CONVOLUTION, "class"
+        if head is not None and len(shape) > 2:
+            return "elementwise", head.reason, head.truth
+        return "elementwise", f"{len(shape)}-D", "class"
     for use in uses:
         # A norm may have one weight per head and channel (Cohere's does), and every model family brings its own class.
         if isinstance(use.module, NORMS) or type(use.module).__name__.endswith("Norm"):

@@ -22,7 +22,7 @@ from lwopt_backend.routing.arguments import CallArguments, Failure, image_sizes,
 from lwopt_backend.routing.copies import Kinds, Shape, bare, codes, dtype_of, thin
 from lwopt_backend.routing.follow import Follow
 from lwopt_backend.routing.meta import OnMeta
-from lwopt_backend.routing.models import modules_of, parameters_of
+from lwopt_backend.routing.models import has_forward, modules_of, parameters_of
 from lwopt_backend.routing.parts import partition
 from lwopt_backend.routing.tracks import Ends, SliceUse, UsedAs
 
@@ -163,8 +163,7 @@ def _kept(key: Hashable, make: Callable[[], Run]) -> Run:
 
 def best_run(module: nn.Module, shape: Shape, kinds: Kinds | None = None) -> Run:
     """The run that shows most, of those with likely arguments, and of those that come further by a change of one."""
-    forward = vars(module).get("forward") or type(module).forward
-    if forward in (nn.Module.forward, nn.modules.module._forward_unimplemented):
+    if not has_forward(module):
         return Run({}, None, 0)
     return _Search(module, shape, kinds).best()
 

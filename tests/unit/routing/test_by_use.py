@@ -110,6 +110,69 @@ def test_what_an_example_shows_wins_over_a_name() -> None:
     assert rules(Scored(), "score", "last", silent=False, include=["score.*"]) == ["muon", "muon"]
 
 
+def test_what_a_guess_shows_wins_over_a_name() -> None:
+    """Of a model that begins with tokens, and has hidden layers by the names of heads."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.output, self.logits = nn.Embedding(40, D), nn.Linear(D, D), nn.Linear(D, 40)
+            self.heads = nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.Linear(D, 4)) for _ in range(4))
+            self.fold, self.trunk = nn.Linear(40, D), nn.Linear(D, 40)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.tokens(ids) + self.output(torch.cat([head(self.tokens(ids)) for head in self.heads], -1))
+            return self.trunk(x + self.fold(self.logits(x).softmax(-1)))
+
+    names = ["output", "logits", "heads.0.1", "fold", "trunk"]
+    assert rules(Named(), *names) == ["muon", "muon", "muon", "muon", "adamw"]
+
+
+def test_heads_of_adaptive_softmax_and_of_several_books() -> None:
+    """torch's adaptive softmax, which reads its targets; and a parameter with the heads of several codebooks."""
+
+    class Books(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.inner = nn.Embedding(40, D), nn.Linear(D, D)
+            self.books = nn.Parameter(torch.zeros(3, 9, D))
+            self.soft = nn.AdaptiveLogSoftmaxWithLoss(D, 40, [10, 20])
+
+        def forward(self, ids: Tensor, targets: Tensor | None = None) -> Any:
+            x = self.tokens(ids)
+            x = x + self.inner(x).relu()
+            if targets is None:
+                return torch.einsum("btd,nvd->bntv", x, self.books)
+            return self.soft(x.flatten(0, 1), targets.flatten()).loss
+
+    soft = {"soft.head.weight", "soft.tail.0.1.weight", "soft.tail.1.1.weight"}
+    for example, of_books in ((None, False), (IDS, True), ((IDS[0] * 2, {}), False)):
+        found = told(Books(), silent=False, example=example)
+        heads = {name for name, each in found.items() if each.why.startswith("output head") and len(each.shape) > 1}
+        assert heads == soft | ({"books"} if of_books else set())
+        assert [found[f"{name}.weight"].rule for name in ("soft.tail.0.0", "inner")] == ["muon", "muon"]
+
+
+def test_last_layer_of_each_part_is_unclear_without_a_forward() -> None:
+    """Of a generator and a critic that the loop calls; and of a network of convolutions that are matrices."""
+    model = nn.Module()
+    model.make = nn.Sequential(nn.Linear(4, D), nn.ReLU(), nn.Linear(D, 9))
+    model.judge = nn.Sequential(nn.Linear(9, D), nn.ReLU(), nn.Linear(D, 2))
+    with pytest.warns(UserWarning, match=r"'make\.\*\.weight', 'judge\.\*\.weight' may be output heads"):
+        explain(model, show=False, lr=0.02)
+
+    class Denoise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 3, 3)
+
+        def forward(self, image: Tensor) -> Tensor:
+            raise ValueError(image.shape)
+
+    with pytest.warns(UserWarning, match=r"'last\.weight' may be output heads"):
+        explain(Denoise(), show=False, lr=0.02, convolutions="flatten")
+
+
 def test_unclear_heads_are_muons_with_a_warning() -> None:
     model = nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, 3))
     with pytest.warns(UserWarning, match=r"'2\.weight' may be output heads"):
