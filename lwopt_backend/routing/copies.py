@@ -22,6 +22,7 @@ PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.d
 OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
 NUMBERED = ("idx", "index", "number", "_id")  # ends of attributes that number layers
 DEPTH = 4
+OF_HOOKS = ("_v", "_orig")  # ends of the names of parameters of which hooks compute others
 
 
 def bare(module: nn.Module, shape: Shape, memo: dict[int, Any], kept: Mapping[int, Sequence[str]] | None = None) -> Any:
@@ -51,6 +52,7 @@ def bare(module: nn.Module, shape: Shape, memo: dict[int, Any], kept: Mapping[in
     elif forward is not None and not _is_compiled(forward):
         own["forward"] = forward
     own["_parameters"] = {key: _bare(param, shape, memo) for key, param in dict.items(module._parameters)}
+    own.update({key: _beside(key, value, own["_parameters"]) for key, value in own.items() if _is_data(value)})
     own["_buffers"] = {key: None if one is None else one.to("meta") for key, one in dict.items(module._buffers)}
     names = (kept or {}).get(id(module))
     inside = module._modules if names is None else {str(place): module._modules[key] for place, key in enumerate(names)}
@@ -60,6 +62,24 @@ def bare(module: nn.Module, shape: Shape, memo: dict[int, Any], kept: Mapping[in
         if isinstance(value, nn.Module):
             vars(copied)[key] = bare(value, shape, memo, kept)
     return copied
+
+
+def _is_data(value: Any) -> bool:
+    if type(value) in COPIED:
+        return any(map(_is_data, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Tensor) and value.ndim > (0 if value.is_floating_point() or value.is_complex() else 1)
+
+
+def _beside(key: str, value: Any, params: Mapping[str, Tensor | None]) -> Any:
+    """A tensor, or a container with some, that a module keeps as an attribute, on the meta device. Few integers keep
+    their values, as sizes. What a hook computes of a parameter before each call (torch's earlier ``weight_norm`` and
+    ``spectral_norm``, and pruning) is that parameter."""
+    if isinstance(value, dict):
+        return type(value)((name, _beside(name, each, {}) if _is_data(each) else each) for name, each in value.items())
+    if isinstance(value, list):
+        return [_beside("", each, {}) if _is_data(each) else each for each in value]
+    of_hook = next((param for end in OF_HOOKS if (param := params.get(f"{key}{end}")) is not None), None)
+    return value.to("meta") if of_hook is None or of_hook.shape != value.shape else of_hook
 
 
 def _bare(param: Tensor | None, shape: Shape, memo: dict[int, Any]) -> Tensor | None:
@@ -92,6 +112,8 @@ def _is_quantized(module: nn.Module) -> bool:
     if not all(type(getattr(module, key, None)) is int for key in ("in_features", "out_features")):
         return False
     weight = module._parameters.get("weight", module._buffers.get("weight"))
+    if any(f"weight{end}" in module._parameters for end in OF_HOOKS):
+        return False
     if weight is None:
         return any(key.startswith(("qweight", "weight_")) for key in (*module._buffers, *module._parameters))
     plain = weight.is_floating_point() and type(weight).__module__.startswith("torch.")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from lwopt_backend import LayerWiseOptimizer, explain
@@ -602,6 +603,38 @@ def test_parametrized_linears_are_matrices() -> None:
         "two.parametrizations.weight.original": "muon",
         "last.weight": "adamw",
     }
+
+
+def test_tensors_and_weights_beside_the_parameters_do_not_stop_a_run() -> None:
+    """Angles and masks that are plain attributes, as Meta's Llama has them, and weights that hooks compute: torch's
+    earlier normalizations, and pruning."""
+
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.down, self.last = nn.Embedding(40, D), nn.Linear(9, D), nn.Linear(D, 40)
+            self.qkv, self.out, self.up = nn.Linear(D, 3 * D), nn.Linear(D, D), nn.Linear(D, 18)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what is deprecated
+                nn.utils.weight_norm(self.qkv)
+            nn.utils.spectral_norm(self.out)
+            prune.l1_unstructured(self.up, "weight", 0.3)
+            self.angles, self.more = torch.ones(40, D), {"mask": torch.ones(40, 40, dtype=torch.bool).tril()}
+            self.sizes = torch.tensor([9, 9])
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x, n = self.tokens(ids), ids.shape[1]
+            q, k, v = self.qkv(x * self.angles[:n].to(x.device)).chunk(3, -1)
+            near = (q @ k.mT).masked_fill(~self.more["mask"][:n, :n], -9.0)
+            x = x + self.out(near.softmax(-1) @ v)
+            gate, up = self.up(x).split(self.sizes.tolist(), -1)
+            return self.last(x + self.down(F.silu(gate) * up))
+
+    for example in (None, IDS):
+        found = told(Hooked(), example=example)
+        assert list(found["qkv.weight_v"].matrices) == ["q", "k", "v"] and found["qkv.weight_g"].rule == "adamw"
+        assert list(found["up.weight_orig"].matrices) == ["gate", "up"] and found["out.weight_orig"].rule == "muon"
+        assert found["last.weight"].rule == "adamw"
 
 
 def test_lists_of_modules_have_an_example_each() -> None:
