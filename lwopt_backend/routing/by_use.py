@@ -6,7 +6,8 @@ holds parameters of which only its ``forward`` says what they are. Such a parame
 - a matrix if it is multiplied, (outputs, inputs) or (inputs, outputs) by the side on which it stands;
 - a stack of matrices if each step takes one slice, by its number or in a product of slices with slices, whatever it is
   called; one matrix if all slices are summed over, or are all outputs of one product, as in a kernel by head;
-- a table if it is only added, scaled with, concatenated or looked up.
+- a table if it is only added, scaled with, concatenated or looked up; or looked up besides, or added to data itself
+  where weights alone multiply it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Used:
     """What a parameter of a module's own is for. ``table``: nothing multiplies it.
 
     Of one that is multiplied: whether it is ``transposed``, None if that is not known; whether it is a ``stack``; the
-    ``grid`` of one matrix of more than two dimensions; its ``convolution``.
+    ``grid`` of one matrix of more than two dimensions; its ``convolution``. ``across``: its last two dimensions
+    are no matrix.
     """
 
     truth: Truth
@@ -40,22 +42,32 @@ class Used:
     stack: bool = False
     grid: Grid | None = None
     convolution: Convolution | None = None
+    across: bool = False
 
 
 def use_of(shown: Shown, holders: Sequence[str], param: Tensor, shape: Shape) -> Used | None:
     """What runs show of a parameter of the modules ``holders``; None if nothing shows it."""
+    within: Used | None = None  # a module that multiplies weights alone, whose product others use
     for name in dict.fromkeys(holders):
         for sight in shown.of(name, param, whole=True):
             used = _plane(sight) if len(shape) == 2 else _solid(sight, shape)
-            if used is not None or sight.truth == "example":  # which is surer than any guess
+            if sight.truth == "example":  # which is surer than any guess
                 return used
-    return None
+            if used is not None and len(shape) == 2 and not used.table and "multiplied" not in sight.uses:
+                within = within or used
+            elif used is not None:
+                return used
+    return within
 
 
 def _plane(sight: Sight) -> Used | None:
-    if "multiplied" in sight.uses:
+    """Rows that are looked up in are a table, although what a model returns is compared with all of them; so is what is
+    added to data itself, as learned queries are, although kernels multiply it."""
+    if "multiplied" in sight.uses and not sight.is_looked_up:
         return Used(sight.truth, transposed=sight.transposed)
-    return Used(sight.truth, table=True) if sight.is_added else None
+    if "combined" in sight.uses and "added" not in sight.uses:
+        return Used(sight.truth, transposed=sight.transposed)
+    return Used(sight.truth, table=True) if "added" in sight.uses and "lost" not in sight.uses else None
 
 
 def _solid(sight: Sight, shape: Shape) -> Used | None:
@@ -71,18 +83,19 @@ def _solid(sight: Sight, shape: Shape) -> Used | None:
         return None
     if use.taken:
         return Used(sight.truth, transposed=sight.transposed, stack=True)
-    return _kernel(sight, shape, use.ways)
+    return Used(sight.truth, across=True) if use.across else _kernel(sight, shape, use.ways)
 
 
 def _kernels(sight: Sight, shape: Shape, dims: str) -> Used | None:
-    """A stack of kernels by head, such as (experts, inputs, heads, size): each step takes one, or what one made."""
+    """Kernels by head, such as (inputs, heads, size), of which each step takes one of a stack, or what one made; or one
+    of more dimensions."""
     lead = len(dims) - len(dims.lstrip("e"))
     if not lead and dims[0] == "o" and (ends := sight.run.ends.get((sight.number, LEADS))) is not None:
         apart = partition(ends).parts  # all in one product, whose outputs are then taken apart
         lead = int(len(apart) == shape[0] > 1)
     kernel = dims[lead:]
     stop = len(dims) - len(kernel.lstrip(kernel[:1]))
-    if not lead or len(kernel) < 3 or {kernel[0], dims[-1]} != {"o", "i"} or len({*dims[stop:]}) != 1:
+    if len(kernel) < 3 or {kernel[0], dims[-1]} != {"o", "i"} or len({*dims[stop:]}) != 1:
         return None
     grid = Grid(*map(math.prod, (shape[:lead], shape[lead:stop], shape[stop:])))
     return Used(sight.truth, transposed=kernel[0] == "i", grid=grid)

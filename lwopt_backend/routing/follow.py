@@ -51,9 +51,11 @@ from lwopt_backend.routing.operations import (
     REDUCTIONS,
     RESHAPES,
     ROOTS,
+    SUMS,
     WRITES,
     all_tensors,
     aten,
+    dims_of,
     flat,
     is_view,
     operands,
@@ -61,7 +63,7 @@ from lwopt_backend.routing.operations import (
     repeated,
 )
 from lwopt_backend.routing.pointwise import pointwise
-from lwopt_backend.routing.products import attend, convolution, product
+from lwopt_backend.routing.products import attend, convolution, product, summed
 from lwopt_backend.routing.tracks import Tracks, Value
 
 COLLECTIVES = ("c10d", "_c10d_functional")  # in which no other rank would take part
@@ -157,7 +159,7 @@ class Follow(TorchDispatchMode):
     def _pass_on(self, func: Any, given: Sequence[Tensor], args: Any, kwargs: Any, result: Any) -> None:
         packet = func.overloadpacket
         made = [*flat((result,))]
-        self._depend(packet, operands(packet, args), given, made)
+        self._depend(packet, func, args, kwargs, given, made)
         values = [value for tensor in given if (value := self.known.values.get(id(tensor))) is not None]
         if not any(value.tracks or value.weight or value.derived for value in values) and not self.known.stored:
             return
@@ -237,9 +239,17 @@ class Follow(TorchDispatchMode):
         for tensor in made if not with_data else ():
             self.known.values[id(tensor)].derived = derived
 
+    def _summed(self, func: Any, given: Sequence[Tensor], args: Any, kwargs: Any) -> int:
+        """As ``products.summed``; -1 for what was not multiplied element by element."""
+        value = self.known.values.get(id(given[0]))
+        if value is None or not (value.paired or value.weighed):
+            return -1
+        return summed(self.known, given[0], dims_of(func, args, kwargs, given[0].ndim)[0])
+
     def _depend(
-        self, packet: Any, operands: Sequence[Tensor] | None, given: Sequence[Tensor], made: Sequence[Tensor]
+        self, packet: Any, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], made: Sequence[Tensor]
     ) -> None:
+        factors_given = operands(packet, args)
         values = [value for tensor in given if (value := self.known.values.get(id(tensor))) is not None]
         behind = heads = reduced = root = arguments = 0
         data = False
@@ -250,11 +260,13 @@ class Follow(TorchDispatchMode):
             reduced |= value.reduced
             root |= value.root
             data = data or value.data
-        begins = packet is aten.convolution and operands is not None and any(v.data and not v.behind for v in values)
+        paired = (is_view(func) or packet in RESHAPES) and any(value.paired for value in values)
+        is_product = factors_given is not None
+        begins = packet is aten.convolution and is_product and any(v.data and not v.behind for v in values)
         if packet is aten.embedding or begins:
             self.reads = self.reads or data
-        if operands is not None:
-            factors = [self.known.values.get(id(tensor)) for tensor in operands]
+        if factors_given is not None:
+            factors = [self.known.values.get(id(tensor)) for tensor in factors_given]
             weights = [value for value in factors if value is not None and not value.data and value.behind]
             first, last = factors[0], factors[-1]
             if packet in PRODUCTS and first is not None and last is not None and _is_given(first) and last.data:
@@ -268,6 +280,9 @@ class Follow(TorchDispatchMode):
         elif packet in NORMS:
             self.consumed |= heads
             heads = reduced = root = 0
+        elif packet in SUMS and (of_product := self._summed(func, given, args, kwargs)) >= 0:
+            self.consumed |= heads
+            heads, reduced, root = of_product, 0, 0
         elif packet in REDUCTIONS:
             reduced = heads
             root = heads if packet in (aten.linalg_vector_norm, aten.norm, aten.std) else root
@@ -284,7 +299,7 @@ class Follow(TorchDispatchMode):
             value = self.known.values.get(id(tensor))
             if value is None:
                 value = self.known.values[id(tensor)] = Value(tensor)
-            value.derived = derived
+            value.derived, value.weighed, value.paired = derived, None, paired
             value.behind, value.heads, value.reduced, value.root, value.data = behind, heads, reduced, root, data
             value.arguments = arguments
 

@@ -115,8 +115,9 @@ def _told(held: ModuleParam, shown: Shown, dim: int, sizes: Sizes, inputs_in: In
         ends = sight.ends(dim, kernel=held.is_kernel)
         if (folded := _folded(held.name, sight, dim, sizes(held.param))) is not None:
             return folded
-        if ends is None:
-            continue
+        size = sizes(held.param)
+        if ends is None or (held.is_kernel and not sight.is_convolved and size is not None and ends.count != size[0]):
+            continue  # of one dimension of several
         if sight.truth == "guess" and sight.is_returned and shown.is_called(sight.module):
             return Fusion()  # it may be a head
         parted = partition(ends)

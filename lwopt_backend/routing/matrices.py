@@ -68,8 +68,6 @@ def divide(
         route = by_id.get(id(param))
         if route is None or (len(route.shape) > 2 and route.kind == "elementwise"):
             return None
-        if route.grid is not None and route.grid.slices > 1:  # nothing divides the kernels of a stack
-            return None
         shape = route.shape if route.grid is None else route.planes
         shape = route.cut.local(route.shape) if of_shard and route.cut is not None else shape
         return shape, route.transposed

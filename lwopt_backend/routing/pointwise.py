@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.routing.numbered import spread
-from lwopt_backend.routing.operations import ACTIVATIONS, ADDS, LINEAR, MULTIPLIES
-from lwopt_backend.routing.tracks import ACTIVATED, SCALED, Source, Track, Tracks, Value, pairs
+from lwopt_backend.routing.operations import ACTIVATIONS, ADDS, LINEAR, MULTIPLIES, aten
+from lwopt_backend.routing.tracks import ACTIVATED, SCALED, Source, Track, Tracks, Value, Weighed, pairs
 
+PRODUCTS_BY_ELEMENT = {aten.mul, aten.mul_}
 MOST_JOINED = 4  # outputs of one weight in one position that a rotation may have
 
 
@@ -20,6 +21,8 @@ def pointwise(known: Tracks, packet: Any, func: Any, given: Sequence[Tensor], re
     values = [known.values.get(id(tensor)) for tensor in given]
     tracks_of = [known.of(tensor) for tensor in given]
     _weights_pointwise(known, given, values, result)
+    if packet in PRODUCTS_BY_ELEMENT and len(given) == 2:
+        _note_product(known, given, values, result)
     multiplies, adds = packet in MULTIPLIES, packet in ADDS
     activates = packet not in LINEAR
     named = packet.__name__.rstrip("_") in ACTIVATIONS
@@ -41,6 +44,20 @@ def pointwise(known: Tracks, packet: Any, func: Any, given: Sequence[Tensor], re
     if found or id(result) in known.values:
         of_factors = known.values[id(result)].weight.keys() if id(result) in known.values else ()
         known.keep(result, {source: mine for source, mine in found.items() if source not in of_factors})
+
+
+def _note_product(known: Tracks, given: Sequence[Tensor], values: Sequence[Value | None], result: Tensor) -> None:
+    """Of a product element by element, note what a sum of it would be."""
+    one, other = values
+    if one is None or other is None:
+        return
+    ours = known.values[id(result)]
+    ours.paired = one.data and other.data and one is not other
+    for weight, data, of_data in ((one, other, given[1]), (other, one, given[0])):
+        if weight.weight and not weight.data and data.data:
+            numbers = {source: spread(some, result.shape) for source, some in weight.weight.items()}
+            shape = (*[1] * (result.ndim - of_data.ndim), *of_data.shape)
+            ours.weighed = Weighed(numbers, shape, weight.behind)
 
 
 def _combined(known: Tracks, source: Source, mine: list[Track], more: list[Track], how: str) -> list[Track]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lwopt_backend.routing.numbered import LARGEST, changes_along, every, outputs_of, spread
 from lwopt_backend.routing.tracks import (
+    ACTIVATED,
     CHANNELS,
     KERNEL,
     LEADS,
@@ -22,7 +23,9 @@ from lwopt_backend.routing.tracks import (
     Source,
     Track,
     Tracks,
+    Use,
     Value,
+    once_along,
     union,
 )
 
@@ -32,6 +35,7 @@ def product(known: Tracks, left: Tensor, right: Tensor, result: Tensor) -> None:
     _note_uses(known, left, right)
     ndim = max(2, result.ndim)
     found: dict[Source, list[Track]] = {}
+    mixed: dict[Source, Tensor] = {}
     for tensor, other, summed, kept in ((left, right, -1, -2), (right, left, -2, -1)):
         value = known.values.get(id(tensor))
         vector = tensor.ndim == 1
@@ -41,7 +45,7 @@ def product(known: Tracks, left: Tensor, right: Tensor, result: Tensor) -> None:
             return numbers.unsqueeze(1 if column else 0) if vector else numbers
 
         if value is not None and value.weight:
-            _use_weight(known, value, at, summed, kept, other, found, ndim)
+            mixed.update(_use_weight(known, value, at, summed, kept, other, found, ndim))
         for source, tracks in known.of(tensor).items():
             for track in tracks:
                 _contract(known, source, track, at, (summed, kept), (tensor, other), found, ndim)
@@ -49,6 +53,8 @@ def product(known: Tracks, left: Tensor, right: Tensor, result: Tensor) -> None:
     known.keep(
         result, {source: [_shaped(track, result) for track in tracks] for source, tracks in found.items() if tracks}
     )
+    known.values[id(result)].weight.update(mixed)
+    known.values[id(result)].looked_up = bool(mixed)
     _factors(known, left, right, result)
 
 
@@ -67,7 +73,12 @@ def _note_uses(known: Tracks, left: Tensor, right: Tensor) -> None:
     for tensor, other in ((left, right), (right, left)):
         value = known.values.get(id(other))
         by_linear = value is not None and any(number not in known.uses for number, _ in value.weight)
-        known.note(tensor, "added" if by_linear else "multiplied")
+        known.note(tensor, "added" if by_linear else "combined" if _is_of_weights(value) else "multiplied")
+
+
+def _is_of_weights(value: Value | None) -> bool:
+    """Whether a tensor is computed from weights alone."""
+    return value is not None and not value.data and value.behind > 0
 
 
 def _use_weight(
@@ -79,16 +90,29 @@ def _use_weight(
     other: Tensor,
     found: dict[Source, list[Track]],
     ndim: int,
-) -> None:
-    """Note how a product uses a weight: what it sums over, and what is left."""
+) -> dict[Source, Tensor]:
+    """Note how a product uses a weight: what it sums over, and what is left.
+
+    Returns the rows and columns in the result that are still those of a weight: of a stack whose slices other weights
+    have mixed, as relations mix bases.
+    """
     slices: dict[int, dict[int, set[str]]] = {}
     theirs = known.values.get(id(other))
-    for source, numbers in value.weight.items():
+    of_weight = dict(value.weight)
+    for dim in range(max(n.ndim for n in of_weight.values())) if value.looked_up else ():  # where it was divided again
+        of_weight = {source: once_along(numbers, dim) for source, numbers in of_weight.items()}
+    for source, numbers in of_weight.items():
         placed = at(numbers)
         roles = {"c"} if changes_along(placed, summed) else set()
         roles |= {"k"} if changes_along(placed, kept) else set()
         roles |= {"b"} if any(changes_along(placed, dim) for dim in range(placed.ndim - 2)) else set()
         slices.setdefault(source[0], {})[source[1]] = roles
+    mixes = {number for number, roles_of in slices.items() if roles_of.get(SLICES) == {"c"} and _is_of_weights(theirs)}
+    still = {source: numbers for source, numbers in of_weight.items() if source[0] in mixes and source[1] < SLICES}
+    for source, numbers in of_weight.items():
+        placed, roles = at(numbers), slices[source[0]][source[1]]
+        if source[0] in mixes:
+            continue
         if roles == {"c"} and theirs is not None and theirs.data:
             known.contracted.add(source)
         if "k" in roles and "c" not in roles:
@@ -99,19 +123,60 @@ def _use_weight(
                 continue
             found[source] = [track]
     for number, roles_of in slices.items():
+        if number in mixes:
+            continue
         _note_slices(known, number, roles_of, value, at)
         if (kernel := _kernel(known, number, roles_of, value, at)) is not None:
             source = number, KERNEL
             known.ends.setdefault(source, Ends(known.counts[source]))
             ours = _placed(kernel.narrow(summed, 0, 1), ndim)
             found[source] = [Track(ours, every(known.counts[source]))]
+    return {source: _placed(at(numbers).narrow(summed, 0, 1), ndim) for source, numbers in still.items()}
+
+
+def summed(known: Tracks, tensor: Tensor, dims: Sequence[int]) -> int:
+    """A sum over ``dims`` of what was multiplied element by element, which is a product where both factors vary.
+
+    Data times a weight is taken as a product with the weight if outputs of others vary there, or all data does, and the
+    data is the same along what is left of a weight of two dimensions. Data times data is one if outputs of two weights
+    vary there, as queries and keys do. Returns a bit each for weights whose outputs the result has from now on; -1 if
+    it is no product.
+    """
+    value = known.values[id(tensor)]
+    tracks = known.tracks(value)
+    along = [
+        (source[0], track)
+        for source, some in tracks.items()
+        for track in some
+        if any(changes_along(track.numbers, dim) for dim in dims)
+    ]
+    if value.paired:
+        return 0 if len({number for number, track in along if not track.treated & ACTIVATED}) > 1 else -1
+    if value.weighed is None:
+        return -1
+    numbers, shape, behind = value.weighed
+    varies = {
+        source: [dim for dim in range(tensor.ndim) if changes_along(some, dim)] for source, some in numbers.items()
+    }
+    over = [dim for dims_of in varies.values() for dim in dims_of if dim in dims]
+    left = [dim for dims_of in varies.values() for dim in dims_of if dim not in dims]
+    if not any(shape[dim] > 1 for dim in over):
+        return -1
+    if len(varies) == 2 and len(over) == len(left) == 1 and shape[left[0]] == 1 < shape[over[0]]:
+        inputs, outputs = (next(source for source in varies if one[0] in varies[source]) for one in (over, left))
+        known.contracted.add(inputs)
+        known.ends.setdefault(outputs, Ends(known.counts[outputs]))
+        known.uses.get(outputs[0], set[Use]()).add("multiplied")
+        return behind
+    return behind if along else -1
 
 
 def _kernel(
     known: Tracks, number: int, roles_of: Mapping[int, set[str]], value: Value, at: Callable[[Tensor], Tensor]
 ) -> Tensor | None:
     """The numbers of the outputs of a kernel, if several of its dimensions are outputs; None for any other weight."""
-    kept = [dim for dim in (SLICES, 2, 1) if roles_of.get(dim) == {"k"}]
+    leads = sorted(dim for dim in roles_of if dim >= LEADS) or [SLICES]
+    kept = [dim for dim in (*leads, 2, 1) if roles_of.get(dim) == {"k"}]
     if len(kept) < 2 or len(roles_of) < 3:
         return None
     count, numbers = 1, torch.zeros((), dtype=torch.int32, device="cpu")
@@ -139,6 +204,7 @@ def _note_slices(
         many = known.counts[number, SLICES] > 1
         use.taken = use.taken or (many and roles <= {"b"})
         use.mixed = use.mixed or ("b" in roles and len(roles) > 1)
+        use.across = use.across or ("b" not in roles and any("b" in roles_of.get(dim, ()) for dim in (1, 2)))
         if roles and "b" not in roles:
             kept = "k" in roles, "k" in roles_of.get(2, ()), "k" in roles_of.get(1, ())
             use.ways.add(kept)
@@ -177,7 +243,8 @@ def _contract(
     by_weight = theirs is not None and not theirs.data and theirs.behind > 0
     if changes_along(numbers, summed) or size == 1:
         if source[1] == SLICES:
-            _slices_read(known, source, numbers, theirs)
+            if size == 1:  # else several of them in each product
+                _slices_read(known, source, numbers, theirs)
             return
         batched = by_weight and theirs is not None and _slice_by_slice(theirs)
         if batched and numbers.ndim == 3 and changes_along(numbers, 0) and _is_sliced(known, source):

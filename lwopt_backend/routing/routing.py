@@ -282,6 +282,9 @@ def _by_use(
             if atoms is None or atoms.of(route.names) is None:
                 by_name.append(route.name)
             found.append(replace(route, truth="name"))
+        elif used is not None and used.across:
+            unclear.append(route.name)
+            found.append(replace(route, kind="elementwise", reason=f"{len(route.shape)}-D", stack=False))
         elif used is None:
             if not route.stack:
                 unclear.append(route.name)

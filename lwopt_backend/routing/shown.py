@@ -62,6 +62,15 @@ class Sight:
         return self.uses == {"added"}
 
     @property
+    def is_convolved(self) -> bool:
+        return self.number in self.run.convolved
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether an index takes rows of it."""
+        return self.number in self.run.looked_up
+
+    @property
     def is_returned(self) -> bool:
         """Whether the module returns its outputs, and nothing in it reads them."""
         return self.run.is_whole and self.number in self.run.heads

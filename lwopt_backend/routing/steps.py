@@ -36,7 +36,11 @@ def in_place(known: Tracks, func: Any, args: Any, result: Tensor) -> None:
 
 
 def as_complex(known: Tracks, tensor: Tensor, result: Tensor) -> None:
-    """Real and imaginary parts are one plane, of which the first has the number."""
+    """Real and imaginary parts are one plane, of which the first has the number. A weight of both is nothing known."""
+    value = known.values.get(id(tensor))
+    if value is not None and value.weight:
+        known.values[id(result)].derived = value.derived | {number for number, _ in value.weight}
+        return
     for source, tracks in known.of(tensor).items():
         for track in tracks:
             known.ends[source].links += [pairs(n.narrow(-1, 0, 1), n) for n in (track.numbers, *track.others)]
@@ -203,7 +207,7 @@ def look_up(known: Tracks, packet: Any, args: Any, result: Tensor) -> None:
     if value is not None and value.weight:
         known.note(tensor, "added")
         known.looked_up |= {number for number, _ in value.weight}
-        if move is None or len(value.weight) < 3:
+        if move is None or (len(value.weight) < 3 and not value.looked_up):
             return
         for source, numbers in value.weight.items():
             there = move(numbers)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from lwopt_backend.routing.numbered import LARGEST, Outputs, every, outputs_of, 
 # channels that a convolution makes; each leading dimension of several by itself, from LEADS on.
 Source = tuple[int, int]
 SLICES, KERNEL, CHANNELS, LEADS = 3, 4, 0, 5
-UsedAs = Literal["multiplied", "added", "lost"]  # of a weight that no linear has: the last by an unknown operation
+# Of a weight that no linear has: "combined" in a product with weights alone, "lost" by an unknown operation
+UsedAs = Literal["multiplied", "combined", "added", "lost"]
 ACTIVATED, MIXED, SCALED = 1, 2, 4  # how outputs were treated: by an activation, attention, data
 
 
@@ -54,6 +55,15 @@ class Track:
         return replace(self, numbers=found[0], outputs=outputs, others=tuple(found[1:]))
 
 
+class Weighed(NamedTuple):
+    """Data times a weight, element by element: the ``numbers`` of the weight, and the ``shape`` of the data, both with
+    as many dimensions as the result; ``behind`` is the weight's bit."""
+
+    numbers: dict[Source, Tensor]
+    shape: tuple[int, ...]
+    behind: int
+
+
 @dataclass(slots=True)
 class Value:
     """What is known of a tensor.
@@ -63,7 +73,8 @@ class Value:
     activated, scaled or averaged. ``root`` are those of which it is a root of a sum, as a norm takes it. ``data`` if it
     depends on the input, ``arguments`` are those on which it does. ``looked_up`` if slices of the weight were chosen by
     an index. ``derived`` are the weights from which an unknown operation computed it, such as a transform or a power.
-    ``factors`` are the rows of one weight and the columns of another whose product it is.
+    ``factors`` are the rows of one weight and the columns of another whose product it is. ``weighed`` is of data times
+    a weight, element by element, ``paired`` if it is data times data: a sum is then a product.
     """
 
     tensor: Tensor
@@ -78,6 +89,8 @@ class Value:
     arguments: int = 0
     derived: frozenset[int] = frozenset()
     factors: dict[Source, Tensor] = field(default_factory=dict)
+    weighed: Weighed | None = None
+    paired: bool = False
     read: tuple[int, dict[Source, tuple[Track, ...]]] | None = None  # of a storage, after so many writes
 
 
@@ -145,14 +158,16 @@ class SliceUse:
     """How products use a weight of which each step may take one slice: the leading index of three dimensions or more,
     or equal runs of the rows of two.
 
-    ``taken``: by one, or slice by slice, by a product or by a further step on what one made. ``ways`` are the other
-    ways of products: whether slices, rows and columns are among their outputs (otherwise their inputs). ``rows`` are
-    those that one product took, if not all, with whether they are its inputs. ``mixed``: of several leading dimensions,
-    some are slices and others the outputs or inputs of each; ``dims`` are then the ways of products by dimension, a
-    letter each: one at a time (e), outputs (o), inputs (i), or something else (?).
+    ``taken``: by one, or slice by slice, by a product or by a further step on what one made; ``across``: one at a time
+    along another dimension than the first. ``ways`` are the other ways of products: whether slices, rows and columns
+    are among their outputs (otherwise their inputs). ``rows`` are those that one product took, if not all, with whether
+    they are its inputs. ``mixed``: of several leading dimensions, some are slices and others the outputs or inputs of
+    each; ``dims`` are then the ways of products by dimension, a letter each: one at a time (e), outputs (o), inputs
+    (i), or something else (?).
     """
 
     taken: bool = False
+    across: bool = False
     mixed: bool = False
     dims: set[str] = field(default_factory=set)
     ways: set[tuple[bool, bool, bool]] = field(default_factory=set)
@@ -206,7 +221,7 @@ class Tracks:
             for source, flat in found.items():
                 numbers = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
                 for dim in range(numbers.ndim):
-                    numbers = _once_along(numbers, dim)
+                    numbers = once_along(numbers, dim)
                 if outputs := outputs_of(numbers, self.counts[source]):
                     tracks[source] = (Track(numbers, outputs),)
             value.read = self._writes, tracks
@@ -333,7 +348,7 @@ def _places(number: int, weight: Tensor) -> Iterator[tuple[Source, Tensor]]:
         yield (number, LEADS + lead), places.view([-1 if dim == lead else 1 for dim in range(weight.ndim)])
 
 
-def _once_along(numbers: Tensor, dim: int) -> Tensor:
+def once_along(numbers: Tensor, dim: int) -> Tensor:
     """With one place along a dimension along which they do not change; two places tell most that they do."""
     if numbers.shape[dim] < 2 or not torch.equal(numbers.select(dim, 0), numbers.select(dim, -1)):
         return numbers

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 from lwopt_backend import LayerWiseOptimizer, explain
 from lwopt_backend.engines.report import routing_headline
@@ -78,6 +79,9 @@ READS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {  # what is return
     "compared with another": (lambda m, x: F.normalize(m.q(x), dim=-1) @ F.normalize(m.k(x), dim=-1).mT, ""),
     "caches and attention maps": (attend, "far"),
     "logits of a router": (route, "far"),
+    "compared element by element": (lambda m, x: (m.q(x)[:, :3] * m.k(x)[:, 2:5]).unflatten(-1, (4, 4)).sum(-1), ""),
+    "a chosen logit": (lambda m, x: (m.far(x) * (x[..., :1] > 0)).sum(-1), "far"),
+    "a likelihood": (lambda m, x: ((m.q(x) - 1).square() * (-m.k(x)).exp()).sum(-1), "q k"),
     "read by another": (lambda m, x: (m.far(m.inner(x)), m.inner(x)), "far"),
     "a value and advantages": (
         lambda m, x: m.near(x) - m.near(x).mean(-1, keepdim=True) + m.far(x)[..., :1],
@@ -353,6 +357,29 @@ def glu_kernel(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return x + (F.silu(gate) * other) @ down
 
 
+def of_bases(x: Tensor, bases: Tensor, mix: Tensor, down: Tensor) -> Tensor:
+    """Relations of a graph, each of which mixes the bases."""
+    relations = (mix @ bases.view(2, -1)).view(3, D, 6)
+    return x + sum((x @ relations[r]).relu() for r in range(3)) @ down
+
+
+def learned_queries(x: Tensor, latents: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return latents + F.scaled_dot_product_attention((latents @ q).expand(len(x), -1, -1), x @ k, x)
+
+
+def weighed_sums(x: Tensor, rows: Tensor, columns: Tensor, by_head: Tensor) -> Tensor:
+    hidden = (x[..., None, :] * rows).sum(-1).relu()
+    x = x + (hidden[..., None] * columns).sum(-2)
+    return x * (x.unflatten(-1, (4, 4)) * by_head).sum(-1, keepdim=True).expand(*x.shape[:-1], 4, 4).flatten(-2)
+
+
+def layers_in_turn(x: Tensor, qkv: Tensor, o: Tensor) -> Tensor:
+    for of_layer, out in zip(qkv, o):
+        q, k, v = torch.einsum("btd,dshk->sbhtk", x, of_layer)
+        x = x + torch.einsum("bhtk,hkd->btd", (q @ k.mT).softmax(-1) @ v, out)
+    return x
+
+
 STACK: list[tuple[int, ...]] = [(3, 8, D), (3, D, 8)]
 USES: list[tuple[Callable[..., Any], list[tuple[int, ...]], list[tuple[list[tuple[int, int]], bool]]]] = [
     # What the forward does, shapes, and of each parameter its matrices as stored and whether it is (inputs, outputs)
@@ -364,6 +391,12 @@ USES: list[tuple[Callable[..., Any], list[tuple[int, ...]], list[tuple[list[tupl
     (folded, [(24, D), (24, D)], [([(8, D)] * 3, False), ([(8, D)] * 3, True)]),
     (by_head, [(D, 2, 4), (D, 2, 4), (2, 4, D)], [([(D, 8)], True), ([(D, 8)], True), ([(8, D)], True)]),
     (glu_kernel, [(D, 2, 6), (6, D)], [([(D, 6)] * 2, True), ([(6, D)], True)]),
+    (layers_in_turn, [(2, D, 3, 2, 4), (2, 2, 4, D)], [([(D, 8)] * 6, True), ([(8, D)] * 2, True)]),
+    (lambda x, w, o: layers_in_turn(x, w[None], o[None]), [(D, 3, 2, 4), (2, 4, D)], [([(D, 8)] * 3, True)]),
+    (of_bases, [(2, D, 6), (3, 2), (6, D)], [([(D, 6)] * 2, True), ([(3, 2)], False), ([(6, D)], True)]),
+    (learned_queries, [(5, D), (D, D), (D, D)], [([], False), ([(D, D)], True), ([(D, D)], True)]),
+    (weighed_sums, [(9, D), (9, D), (4, 4)], [([(9, D)], False), ([(9, D)], True), ([], False)]),
+    (lambda x, w: x + w[(x @ w.T).argmax(-1)], [(9, D)], [([], False)]),  # codes, the nearest of which is taken
     (lambda x, w: x + (x @ w).relu() @ w.T, [(D, 9)], [([(D, 9)], False)]),  # both ways: as it is stored
     (lambda x, w: x + F.linear(x, w), [(D, D)], [([(D, D)], False)]),
     (lambda x, w: x + x @ w, [(D, D)], [([(D, D)], True)]),
@@ -386,6 +419,20 @@ def test_own_parameters_are_what_the_forward_does_with_them(use: Any, shapes: An
         each = found[f"m.p{number}"]
         assert (list(each.matrices.values()), each.transposed) == (matrices, transposed), each
         assert each.truth == "guess"
+
+
+def test_stacks_in_other_dimensions_are_elementwise_and_told() -> None:
+    """Of a module that is called experts: its last two dimensions are no matrix of one of them."""
+
+    def experts_last(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        hidden = torch.einsum("btd,edf->btfe", x, up).relu()
+        return x + torch.einsum("btfe,fde->btde", hidden, down).sum(-1)
+
+    model = nn.ModuleDict({"experts": Bare(experts_last, (3, D, 8), (8, D, 3))})
+    with pytest.warns(UserWarning, match=r"No forward showed what these parameters are for: 'experts\.p1'"):
+        found = explain(model, show=False, lr=0.02)
+    by_name = {each.name: each for each in found}
+    assert list(by_name["experts.p0"].matrices.values()) == [(D, 8)] * 3 and by_name["experts.p1"].rule == "adamw"
 
 
 def test_weight_on_the_right_moves_as_on_the_left() -> None:
@@ -635,6 +682,26 @@ def test_tensors_and_weights_beside_the_parameters_do_not_stop_a_run() -> None:
         assert list(found["qkv.weight_v"].matrices) == ["q", "k", "v"] and found["qkv.weight_g"].rule == "adamw"
         assert list(found["up.weight_orig"].matrices) == ["gate", "up"] and found["out.weight_orig"].rule == "muon"
         assert found["last.weight"].rule == "adamw"
+
+
+def test_low_rank_parametrization_is_stored_as_linears_are() -> None:
+    """The product of both factors alone does not tell which side is the outputs; the linear around it does."""
+
+    class LowRank(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(3, D)), nn.Parameter(torch.zeros(7, 3))
+
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight + self.b @ self.a
+
+    linear = nn.Linear(D, 7).requires_grad_(False)
+    register_parametrization(linear, "weight", LowRank())
+    model = nn.Sequential(nn.Linear(D, D), linear, nn.Linear(7, 3))
+    for example in (None, ((torch.zeros(5, D),), {})):
+        found = told(model, silent=False, example=example)
+        factors = [found[f"1.parametrizations.weight.0.{name}"] for name in "ab"]
+        assert [(each.rule, each.transposed) for each in factors] == [("muon", False)] * 2
 
 
 def test_lists_of_modules_have_an_example_each() -> None:
