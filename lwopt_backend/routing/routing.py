@@ -275,8 +275,8 @@ def _by_use(
             found.append(route)
             continue
         used = use_of(shown, [use.holder for use in same], params[route.name], route.shape)
-        if any(is_own_linear(use.module) for use in same):  # a matrix by its class
-            found.append(route if used is None or used.table else _as_used(route, used, flatten))
+        if len(route.shape) == 2 and any(is_own_linear(use.module) and use.key == "weight" for use in same):
+            found.append(route if used is None or used.table else _as_used(route, used, flatten))  # by its class
             continue
         if used is None and len(route.shape) == 2 and MULTIPLIED.search(_own_name(route.name)):
             if atoms is None or atoms.of(route.names) is None:
@@ -328,7 +328,7 @@ def _is_asked(route: Route, same: Sequence[Use]) -> bool:
     if len(route.shape) == 2 and all(is_bare(use.module) or is_own_linear(use.module) for use in same):
         return (route.kind, route.reason) == ("matrix", TWO_D)
     is_plain = (route.kind, route.reason) == ("elementwise", f"{len(route.shape)}-D")
-    bare = len(route.shape) > 2 and all(is_bare(use.module) for use in same)
+    bare = len(route.shape) > 2 and all(is_bare(use.module) or is_own_linear(use.module) for use in same)
     return bare and not route.side_by_side and (route.stack or is_plain)
 
 

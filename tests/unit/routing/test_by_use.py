@@ -652,6 +652,37 @@ def test_parametrized_linears_are_matrices() -> None:
     }
 
 
+def test_parameters_of_somebodys_linear_are_told_by_use() -> None:
+    """Of classes that are called linears: what scales the weight is a table, and a weight of each head or expert a
+    stack."""
+
+    class ScaledLinear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.curves = nn.Parameter(torch.zeros(D, D)), nn.Parameter(torch.zeros(D, D, 3))
+            self.scale = nn.Parameter(torch.zeros(D, D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            of_curves = (self.curves * self.scale.unsqueeze(-1)).view(D, -1)
+            return F.linear(x, self.base) + F.linear(torch.stack([x, x**2, x**3], -1).flatten(-2), of_curves)
+
+    class BlockLinear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.zeros(4, 4, 4)), nn.Parameter(torch.zeros(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (torch.einsum("...hi,hio->...ho", x.unflatten(-1, (4, 4)), self.weight) + self.bias).flatten(-2)
+
+    model = nn.Sequential(nn.Linear(D, D), ScaledLinear(), BlockLinear(), nn.Linear(D, 3))
+    for example in (None, ((torch.zeros(2, D),), {})):
+        found = told(model, silent=False, example=example)
+        assert [found[f"1.{name}"].rule for name in ("base", "scale")] == ["muon", "adamw"]
+        assert list(found["1.curves"].matrices.values()) == [(D, 3 * D)]
+        assert list(found["2.weight"].matrices.values()) == [(4, 4)] * 4 and found["2.weight"].transposed
+        assert found["2.bias"].rule == "adamw"
+
+
 def test_tensors_and_weights_beside_the_parameters_do_not_stop_a_run() -> None:
     """Angles and masks that are plain attributes, as Meta's Llama has them, and weights that hooks compute: torch's
     earlier normalizations, and pruning."""
