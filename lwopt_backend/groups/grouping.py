@@ -25,7 +25,7 @@ from lwopt_backend.routing.convolutions import FLATTENED
 from lwopt_backend.routing.examples import examples_of
 from lwopt_backend.routing.examples import lines as example_lines
 from lwopt_backend.routing.matrices import Divided, divide
-from lwopt_backend.routing.models import check_memory, modules_of
+from lwopt_backend.routing.models import check_code, check_memory, modules_of
 from lwopt_backend.routing.output_heads import Head, output_heads
 from lwopt_backend.routing.routing import (
     Kind,
@@ -216,6 +216,7 @@ def group_parameters(
     Raises ValueError if a given parameter is not the model's, if parameters share memory, if a glob or an override
     matches nothing, or if no parameter is a matrix and the configuration does not allow that.
     """
+    check_code(model)
     check_memory(model)
     names = {id(param): name for name, param in named_parameters(model)}
     for number, group in enumerate(given):

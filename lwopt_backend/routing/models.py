@@ -18,13 +18,13 @@ def check_is_module(model: Any, caller: str) -> None:
 
 def as_module(models: Any, caller: str) -> nn.Module:
     """A module, or several as one. Raises TypeError for anything else."""
-    if isinstance(models, nn.Module):
-        return models
-    items = _items(models)
+    items = [models] if isinstance(models, nn.Module) else _items(models)
     if not items or not all(isinstance(item, nn.Module) for item in items):
         given = items if isinstance(models, Iterator) else models
         raise _no_module(given, caller, "a torch.nn.Module, or a list of them")
-    return nn.ModuleList(items)
+    for item in items:
+        check_code(item)
+    return models if isinstance(models, nn.Module) else nn.ModuleList(items)
 
 
 def called(model: nn.Module) -> list[nn.Module]:
@@ -63,6 +63,17 @@ def parameters_of(model: nn.Module, remove_duplicate: bool = True) -> Iterator[t
             if param is not None and not (remove_duplicate and id(param) in seen):
                 seen.add(id(param))
                 yield f"{name}.{key}" if name else key, param
+
+
+def check_code(model: nn.Module) -> None:
+    """Raises TypeError for a module of TorchScript, which has no code that can be followed, and no plain parameters."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"found module {name!r} of TorchScript" if name else "found one of TorchScript"
+            raise TypeError(
+                f"model: expected a torch.nn.Module with Python code, {where}; pass the module that was scripted or "
+                "traced (torch.compile works)"
+            )
 
 
 def check_memory(model: nn.Module) -> None:

@@ -190,11 +190,30 @@ def routes_of(
             flat = _flattened(found, uses[id(param)], None) if word is not None and word[1] == "flatten" else found
             found = replace(flat, kind="matrix", reason=set_so, truth="option")
         routes.append(found)
-    routes = _by_use(model, routes, uses, shown, flatten, atoms)
+    routes = [
+        _of_numbers(route, param)
+        for route, (_, param) in zip(_by_use(model, routes, uses, shown, flatten, atoms), named_parameters(model))
+    ]
     told = [found if (told := _set_transposed(found, atoms)) is None else told for found in routes]
     return [
         replace(r, reason=f"{r.reason}, stored transposed") if r.kind == "matrix" and r.transposed else r for r in told
     ]
+
+
+def _of_numbers(route: Route, param: Tensor) -> Route:
+    """Complex numbers element by element: matrix rules compute with real ones, and would drop the imaginary parts.
+
+    Raises ValueError if an option says otherwise.
+    """
+    if route.kind != "matrix" or not param.is_complex():
+        return route
+    if route.truth == "option":
+        raise ValueError(
+            f"{route.name!r} is {str(param.dtype).removeprefix('torch.')}, and an option sends it to the matrix rule, "
+            "which computes with real numbers; leave it to the element-wise rule, or store real and imaginary parts as "
+            "two parameters"
+        )
+    return replace(route, kind="elementwise", reason="complex numbers", stack=False)
 
 
 def _routed(

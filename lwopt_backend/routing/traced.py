@@ -90,8 +90,10 @@ def matrices(module: nn.Module) -> list[Tensor]:
 
 def is_bare(module: nn.Module) -> bool:
     """Whether it is not known what is done with a module's parameters: its class is none of torch's, and no linear, or
-    it only holds them."""
-    if isinstance(module, nn.ParameterDict | nn.ParameterList):
+    it only holds them, as those of a graph that torch.fx or torch.export has made."""
+    if isinstance(module, nn.ParameterDict | nn.ParameterList) or type(module) is nn.Module:
+        return True
+    if type(module).__module__.startswith(("torch.fx.", "torch.export.")):
         return True
     return _is_own(module) and not _is_linear(module)
 

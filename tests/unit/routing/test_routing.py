@@ -295,6 +295,54 @@ def test_only_memory_in_common_is_shared_memory() -> None:
             explain(model, matrix="muon", lr=0.1, show=False)
 
 
+class Waves(nn.Module):
+    """Fourier neural operators and S5 have such weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes, self.back = nn.Parameter(torch.zeros(6, 6, dtype=torch.complex64)), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.back((x.to(torch.complex64) @ self.modes).real)
+
+
+def test_complex_weights_are_elementwise() -> None:
+    """Newton-Schulz in bfloat16 would step the real parts alone."""
+    for example in (None, ((torch.zeros(2, 6),), {})):
+        options = {"example": example, "allow_no_matrix": True}
+        found = {each.name: each for each in explain(Waves(), matrix="muon", lr=0.1, show=False, **options)}
+        assert (found["modes"].rule, found["modes"].why) == ("adamw", "complex numbers")
+    with pytest.raises(ValueError, match="'modes' is complex64, and an option sends it to the matrix rule"):
+        explain(Waves(), matrix="muon", lr=0.1, show=False, include=["modes"])
+
+
+@pytest.mark.filterwarnings("ignore:.*jit")
+def test_torchscript_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), torch.jit.trace(nn.Linear(6, 6), torch.zeros(1, 6)))
+    with pytest.raises(TypeError, match="found module '1' of TorchScript; pass the module that was scripted"):
+        explain(model, matrix="muon", lr=0.1, show=False)
+
+
+def test_parameters_of_a_plain_module_are_told_by_use() -> None:
+    """As in what torch.export makes of a model: its modules hold parameters, and have no class."""
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, shape in {"tokens": (40, 6), "inner": (9, 6), "outer": (6, 9)}.items():
+                setattr(self, name, nn.Module())
+                getattr(self, name).weight = nn.Parameter(torch.zeros(shape))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = nn.functional.embedding(ids, self.tokens.weight)
+            return x + nn.functional.linear(nn.functional.linear(x, self.inner.weight).relu(), self.outer.weight)
+
+    found = explain(Graph(), matrix="muon", lr=0.1, show=False, example=((torch.zeros(1, 5, dtype=torch.long),), {}))
+    assert {each.name: each.rule for each in found} == {
+        **{"tokens.weight": "adamw", "inner.weight": "muon", "outer.weight": "muon"},
+    }
+
+
 def test_marks_of_megatron_and_deepspeed_are_heeded() -> None:
     """Marks of Megatron and DeepSpeed keep a parameter from the matrix rule."""
 
