@@ -23,7 +23,7 @@ from lwopt_backend.routing.tracks import (
     Source,
     Track,
     Tracks,
-    Use,
+    UsedAs,
     Value,
     once_along,
     union,
@@ -166,7 +166,7 @@ def summed(known: Tracks, tensor: Tensor, dims: Sequence[int]) -> int:
         inputs, outputs = (next(source for source in varies if one[0] in varies[source]) for one in (over, left))
         known.contracted.add(inputs)
         known.ends.setdefault(outputs, Ends(known.counts[outputs]))
-        known.uses.get(outputs[0], set[Use]()).add("multiplied")
+        known.uses.get(outputs[0], set[UsedAs]()).add("multiplied")
         return behind
     return behind if along else -1
 
