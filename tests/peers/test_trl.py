@@ -17,10 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lwopt_backend import LayerWiseOptimizer
+from tests.docs import test_sixteen_bits as bits
+from tests.docs.test_sixteen_bits import HALF, STEPS, Run
+from tests.support.command_line import lwopt
 from tests.support.launcher import ROOT, succeeds, torchrun
 from tests.support.pages import blocks, unpack_page
+from tests.support.ranks import RankPool
 from tests.support.zero import MUON, newton_schulz_in_float32
 
 sys.path.append(str(ROOT / "examples"))
@@ -209,3 +214,79 @@ def test_transformers_script_trains_on_both_engines(tmp_path: Path) -> None:
         assert "Routing: 8 of 28" in printed and "distributed & accumulation) = 8" in printed, printed
         found.append(re.findall(r"'loss': '?([\d.]+)", printed))
     assert found[0] == found[1] and len(found[0]) == 6 and float(found[0][-1]) < float(found[0][0])
+
+
+# 16 bits
+def fine_tuned(engine: int | str, precision: str, out: Path, resume: Path | None = None) -> tuple[Run, list[Any]]:
+    """On every rank, with TRL's own settings, bf16 among them; and of what ``SFTTrainer`` computed losses."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    batches: list[Any] = []
+
+    class Noted(SFTTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *more: Any, num_items_in_batch: Any, **options: Any) -> Any:
+            batches.append((dict(inputs), num_items_in_batch))
+            return super().compute_loss(model, inputs, *more, num_items_in_batch=num_items_in_batch, **options)
+
+    with bits.trainers_arguments(engine, precision, out) as (arguments, optimizer):
+        arguments.pop("bf16", None)  # on, as gradient checkpointing is
+        del arguments["gradient_checkpointing"]
+        trainer = Noted(
+            bits.small_llama(1, 32),
+            args=SFTConfig(**arguments, max_length=64),
+            train_dataset=Dataset.from_list([{"text": text} for text in TEXTS]),
+            processing_class=of_bytes(),
+            optimizer_cls_and_kwargs=optimizer,
+        )
+        return bits.run_of(trainer, resume), batches
+
+
+def by_loop(engine: int | str, precision: str, of_ranks: list[list[Any]]) -> Run:
+    """Without TRL, but for its head, which computes log-probabilities of tokens."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    def loss_of(model: Any, batch: Any) -> torch.Tensor:
+        inputs, tokens = batch
+        found = model(**inputs, fused_lm_head=True).log_probs
+        return -found.sum() / tokens * torch.distributed.get_world_size() * bits.accumulation()
+
+    model = bits.recomputing()
+    add_fused_lm_head(model)
+    batches = of_ranks[torch.distributed.get_rank()]
+    if isinstance(engine, int):
+        return bits.by_deepspeed(model, batches, engine, precision, loss_of)
+    return bits.by_fsdp2(model, batches, loss_of)
+
+
+CASES = [(1, "bf16"), (2, "bf16"), (3, "bf16"), (2, "fp16"), (bits.FSDP2, "bf16")]
+
+
+@pytest.mark.parametrize(("engine", "precision"), CASES)
+def test_in_16_bits_it_is_the_loop_to_the_bit(
+    rank_pools: dict[int, RankPool], tmp_path: Path, engine: int | str, precision: str
+) -> None:
+    """With accumulation, clipping and recomputation. Other ranks go on from the weights of two."""
+    two, half = rank_pools[2], tmp_path / "whole" / f"checkpoint-{HALF}"
+    runs, of_ranks = zip(*two.run(fine_tuned, engine, precision, tmp_path / "whole"))
+    loop, *_ = two.run(by_loop, engine, precision, list(of_ranks))
+    whole = runs[0]
+    assert (whole.losses, whole.norms) == (loop.losses, loop.norms) and len(set(whole.losses)) == STEPS
+    bits.same(whole.weights, loop.weights)
+    (resumed, _), *_ = two.run(fine_tuned, engine, precision, tmp_path / "resumed", half)
+    assert (resumed.losses, resumed.norms) == (whole.losses[HALF:], whole.norms[HALF:])
+    bits.same(resumed.weights, whole.weights)
+    moved, ranks = half, 4
+    if isinstance(engine, int):
+        moved, ranks = tmp_path / "moved", 1
+        assert lwopt("convert", half, moved, "--to", "universal").code == 0
+    (elsewhere, _), *_ = rank_pools[ranks].run(fine_tuned, engine, precision, tmp_path / "elsewhere", moved)
+    assert elsewhere.losses[0] == pytest.approx(whole.losses[HALF], rel=1e-6)
+    exported, last = tmp_path / "weights", tmp_path / "whole" / f"checkpoint-{STEPS}"
+    assert lwopt("convert", last, exported, "--to", "safetensors", "--dtype", "bfloat16").code == 0
+    bits.same(load_file(exported / "model.safetensors"), {n: w.bfloat16() for n, w in whole.weights.items()})
+
+
+def test_stage_0_in_bf16_is_refused_by_name(rank_pools: dict[int, RankPool], tmp_path: Path) -> None:
+    for told in rank_pools[2].errors(fine_tuned, 0, "bf16", tmp_path):
+        assert "zero_optimization.stage is 0 with a model trained in bfloat16" in told and "use stage 1" in told
