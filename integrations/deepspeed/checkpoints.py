@@ -24,6 +24,7 @@ from lwopt_backend.engines.buffers.step import BufferCore
 from lwopt_backend.groups.param_groups import of_another_optimizer
 from lwopt_backend.groups.registry import check_group
 from lwopt_backend.integrations.deepspeed.tensors import mark
+from lwopt_backend.integrations.deepspeed.zero import ALONE
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import TO_DO, check_fits
 
@@ -150,7 +151,7 @@ def _check_optimizer(folder: Path, saved: SavedFacts, core: BufferCore | None, s
     if core is None and saved.owned is not None:
         raise ValueError(
             f'the checkpoint {str(folder)!r} was saved with "storage": "owned"; load it with that, {BY_UNIVERSAL}, or '
-            "load its weights alone, with load_optimizer_states=False"
+            f"{ALONE}"
         )
     if (saved.groups is None) != (stage == 0):
         raise _wrong_stage(folder, "0" if saved.groups is None else "1 or 2", stage)
@@ -228,13 +229,12 @@ def _check_owned(folder: Path, owned: Mapping[str, Any] | None, core: BufferCore
     if owned is None:
         raise ValueError(
             f'the checkpoint {str(folder)!r}: expected "storage": "owned", found another, which has the optimizer\'s '
-            f"state in other pieces; load it with the storage it was saved with, {BY_UNIVERSAL}, or load its weights "
-            "alone, with load_optimizer_states=False"
+            f"state in other pieces; load it with the storage it was saved with, {BY_UNIVERSAL}, or {ALONE}"
         )
     to_do = {**TO_DO, "place": AS_SAVED, "elements": f"{AS_LAID_OUT}. {CONVERT_OWNED}"}
     for in_parts in (False, True) if stage > 0 else (False,):
         sides = (_facts(of_rank, in_parts) for of_rank in (mark(core), owned))
-        check_fits(f"the checkpoint {str(folder)!r}", *sides, advice=AS_SAVED, to_do=to_do)
+        check_fits(f"the checkpoint {str(folder)!r}", *sides, advice=AS_SAVED, to_do=to_do, alone=ALONE)
 
 
 def _facts(mark: Mapping[str, Any], in_parts: bool) -> dict[str, dict[str, Any]]:

@@ -37,6 +37,7 @@ from lwopt_backend.groups.rates import IN_GROUPS, regrouped
 from lwopt_backend.groups.registry import MATRIX_RULES, arguments, check_group, known_in, new_state, quantized_keys
 from lwopt_backend.integrations.deepspeed.checkpoints import check, prepare_saving
 from lwopt_backend.integrations.deepspeed.engine import first_experts, shard_of
+from lwopt_backend.integrations.deepspeed.zero import ALONE
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.routing.routing import full_shape
 from lwopt_backend.runtime.agreement import agree_in_all, check_on_all, from_first, setting
@@ -46,7 +47,6 @@ from lwopt_backend.runtime.state import TO_DO, StateStore, Whole, keeps_state, p
 WHAT = "load_checkpoint"
 WriterOf = Mapping[str, Told | ValueError | None]  # by parameter: what is known of who wrote its state
 PLACED = {"params", "name", "moe", MOMENTUM, *OURS}  # a group's keys that no checkpoint changes
-ALONE = "load the weights alone, with load_optimizer_states=False"
 KEPT = "owner state of the matrices"
 BY_CONVERT = "convert the checkpoint with lwopt convert, which takes owner state along, load it with its 'atoms'"
 
@@ -350,9 +350,9 @@ def _fitting(
             there[param.name] |= {**theirs, "counters": {STEP: params[param.name].step}}
             notes += [f"{folder}: {note}" for note in more]
     advice = f"its names are {checkpoint.names!r}; convert it with lwopt convert --names if the model's differ"
-    to_do = {fact: text if fact == "shape" else f"{text}, or {ALONE}" for fact, text in TO_DO.items()}
-    to_do["status"] = f"freeze it, or {ALONE}"
-    for reason in reasons(here, there, advice=advice, to_do={**to_do, KEPT: f"{BY_CONVERT}, or {ALONE}"}):
+    to_do = {"matrices": TO_DO["matrices"], "counters": TO_DO["counters"], "status": "freeze it", KEPT: BY_CONVERT}
+    to_do = {**TO_DO, **{fact: f"{text}, or {ALONE}" for fact, text in to_do.items()}}
+    for reason in reasons(here, there, advice=advice, to_do=to_do, alone=ALONE):
         raise CheckpointError(f"{folder}: {reason}")
     return params, notes
 

@@ -134,6 +134,7 @@ class ZeROStore(StateStore):
 # The optimizer's state in DeepSpeed's checkpoints: checks before loading, and state of stage 0, which is saved whole.
 
 WHAT, DIGEST = "load_checkpoint", "digest of parameters"
+ALONE = "load the weights alone, with load_optimizer_states=False"
 States = Mapping[int, Mapping[str, Any]]  # by the position of the tensor in all param groups
 
 
@@ -141,7 +142,7 @@ def check_groups(saved: Groups, groups: Groups, grouping: Grouping | None) -> No
     """Raises ValueError if ``saved`` param groups have other rules or other members than ``groups``."""
     advice = "load it with the model, the 'include', 'exclude' and 'atoms' it was saved with"
     with as_saved(grouping):
-        check_saved_groups(WHAT, groups, saved, lambda group: {DIGEST: group.get("members", "none")}, advice)
+        check_saved_groups(WHAT, groups, saved, lambda group: {DIGEST: group.get("members", "none")}, advice, ALONE)
 
 
 def check_partitions(saved: Groups, state: States, groups: Groups) -> None:

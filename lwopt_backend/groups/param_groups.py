@@ -34,7 +34,7 @@ from lwopt_backend.runtime.agreement import digest, setting
 from lwopt_backend.runtime.collectives import changing, of_elementwise, phase, rule_name
 from lwopt_backend.runtime.elementwise import ElementwiseStepper, step_cautiously
 from lwopt_backend.runtime.pieces import Slices
-from lwopt_backend.runtime.state import check_fits
+from lwopt_backend.runtime.state import SAME_RULE, WEIGHTS_ALONE, check_fits
 
 
 class ElementwiseGroups:
@@ -281,6 +281,7 @@ def check_saved_groups(
     saved: Groups,
     facts: Callable[[Group], dict[str, Any]] = lambda group: {"number of parameters": len(group["params"])},
     advice: str = "make the param groups it was saved with",
+    alone: str = WEIGHTS_ALONE,
     members: Members | None = None,
 ) -> None:
     """Raises ValueError for saved param groups of another optimizer, with other rules, with other ``facts``, with other
@@ -294,8 +295,14 @@ def check_saved_groups(
     for number, group in enumerate(saved):
         if "rule" not in group and (found := others.rule_of_saved((), group)) != "adamw":
             raise ValueError(f"{where}: param group {number}: expected AdamW's, found {found}; load the weights alone")
+    theirs = dict.fromkeys(map(rule_of, saved))
+    for rule in (rule for rule in map(rule_of, groups) if theirs and rule not in theirs):
+        raise ValueError(
+            f"{where}: expected param groups that {rule!r} trains, the checkpoint has those of {[*theirs]}; {alone}, "
+            f"and begin with new state, or {SAME_RULE}"
+        )
     sides = ({n: {"rule": rule_of(g), **facts(g)} for n, g in enumerate(some)} for some in (groups, saved))
-    check_fits(where, *sides, what="param group", advice=advice)
+    check_fits(where, *sides, what="param group", advice=advice, alone=alone)
     if members is not None:
         members.check_signed(where, saved)
     for number, (group, of_group) in enumerate(zip(groups, saved)):

@@ -207,6 +207,7 @@ Facts = Mapping[Any, Mapping[str, Any]]  # by parameter; a fact that is missing 
 PARAM_GROUP = "the param group of"  # a fact: the first parameter in it
 SAME_MODEL = "load it into the model it was saved with"
 SAME_RULE = "train it with the rule of the checkpoint, by include, exclude or overrides"
+WEIGHTS_ALONE = "load the model's weights alone"
 TO_DO = {
     "shape": SAME_MODEL,
     "dtype": SAME_MODEL,
@@ -219,12 +220,20 @@ TO_DO = {
 
 
 def reasons(
-    here: Facts, saved: Facts, *, advice: str = SAME_MODEL, to_do: Mapping[str, str] = TO_DO, what: str = "parameter"
+    here: Facts,
+    saved: Facts,
+    *,
+    advice: str = SAME_MODEL,
+    to_do: Mapping[str, str] = TO_DO,
+    alone: str | None = WEIGHTS_ALONE,
+    what: str = "parameter",
 ) -> Iterator[str]:
     """Yield a sentence for each reason why ``saved`` does not fit; nothing if it fits.
 
-    Both sides have facts by parameter, or by the thing that ``what`` names: ``"shape"``, ``"state"`` (its keys),
-    ``"'exp_avg' as"`` (the form of a tensor). ``to_do`` has the advice on a fact, and ``advice`` that on all others.
+    Both sides have facts by parameter, or by the thing that ``what`` names: ``"shape"``, ``"rule"``, ``"state"`` (its
+    keys), ``"'exp_avg' as"`` (the form of a tensor). ``to_do`` has the advice on a fact, and ``advice`` that on all
+    others. ``alone`` says how to load no state, if there is a way: where nothing in ``saved`` has this side's rule or
+    state, the optimizer is another one, and this comes first.
     """
     for name in [*(name for name in here if name not in saved), *(name for name in saved if name not in here)]:
         mine, known = name in here, saved if name in here else here
@@ -237,6 +246,10 @@ def reasons(
             found = saved[name].get(fact)
             if expected is not None and found is not None and expected != found:
                 advised = to_do.get(fact, advice)
+                if alone is not None and fact in ("rule", "state"):
+                    ways = [advised, f"{alone}, and begin with new state"]
+                    is_another = all(facts.get(fact) != expected for facts in saved.values())
+                    advised = ", or ".join(ways[::-1] if is_another else ways)
                 yield f"{what} {name!r}: expected {fact} {expected}, the checkpoint has {found}; {advised}"
 
 

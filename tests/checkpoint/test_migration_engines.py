@@ -12,8 +12,15 @@ import pytest
 import pytorch_optimizer
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from deepspeed.utils import safe_get_full_optimizer_state
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from lwopt_backend.checkpoint.deepspeed.files import renumbered
@@ -27,13 +34,14 @@ from tests.support import zero
 from tests.support.cells import cells
 from tests.support.checkpoint_contents import same
 from tests.support.checkpoint_engines import full_weights_of
+from tests.support.command_line import succeeds
 from tests.support.engines import ENGINES, OWNED, Alone, Cell, Engine, ExactLM, UnderDeepSpeed, running
 from tests.support.fsdp2 import MATRIX_NAMES, layer_wise, named, shard, whole
 from tests.support.migration import eager, entry
 from tests.support.models import MATRICES, UnevenLM, largest_difference
 from tests.support.on_ranks import on_ranks
 from tests.support.plain import shares
-from tests.support.ranks import gathered
+from tests.support.ranks import RankPool, gathered
 from tests.support.references import random
 
 BEFORE, AFTER = range(3), range(3, 6)
@@ -398,3 +406,51 @@ def test_checkpoint_brings_its_momentum_form(tmp_path: Path) -> None:
         saved.train(AFTER)
         loaded.train(AFTER)
         assert largest_difference(saved.weights(), loaded.model) < 2e-5
+
+
+# A run of AdamW goes on with Muon
+
+
+def saved_by_adamw(folder: str) -> None:
+    """By torch's functions, and once more in a file."""
+    model = ExactLM()
+    adamw = torch.optim.AdamW(model.parameters())
+    model(*shares(0, 1)[0]).backward()
+    adamw.step()
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, adamw)))
+    dcp.save(state, checkpoint_id=folder)
+    torch.save(state, f"{folder}.pt")
+
+
+def goes_on_with_muon(engine: str, folder: str) -> tuple[str, dict[str, Tensor]]:
+    """What a load of everything says, and the weights of two steps after one of the weights alone."""
+    cell, state = Cell(engine, alike=True), torch.load(f"{folder}.pt")
+    with running(cell, ExactLM(seed=5), converted=True) as made, pytest.raises(ValueError) as error:
+        if engine == "fsdp2":
+            set_optimizer_state_dict(made.model, made.optimizer, state["optimizer"])
+        else:
+            made.load(folder if engine == "plain" else f"{folder} universal")
+    model = ExactLM(seed=5)
+    if engine == "plain":
+        dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
+    with running(cell, model, converted=True) as made:
+        if engine == "fsdp2":
+            set_model_state_dict(made.model, state["model"], options=StateDictOptions(full_state_dict=True))
+        elif isinstance(made, UnderDeepSpeed):
+            made.made.load_checkpoint(f"{folder} universal", load_optimizer_states=False)
+        made.train(range(1, 3))
+        return str(error.value), made.weights()
+
+
+@pytest.mark.parametrize("engine", ["plain", "fsdp2", "zero 0", "zero 1", "zero 2", "zero 3", "owned 1"])
+def test_after_adamw_muon_begins_with_the_weights(ranks: RankPool, tmp_path: Path, engine: str) -> None:
+    """Where the optimizer is another one, the first remedy is to load the weights alone, which trains as a new run."""
+    folder = tmp_path / "adamw"
+    saved_by_adamw(str(folder))
+    succeeds("convert", folder, f"{folder} universal", "--to", "universal")
+    alone = Alone(ExactLM(), "muon", "adamw")
+    alone.model.load_state_dict(torch.load(f"{folder}.pt")["model"])
+    train_alone(alone, range(1, 3))
+    for said, weights in ranks.run(goes_on_with_muon, engine, str(folder)):
+        assert re.search("; load the (model's )?weights (alone|into the model)", said), said
+        assert largest_difference(weights, alone.model) == 0.0

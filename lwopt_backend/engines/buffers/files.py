@@ -50,6 +50,7 @@ from lwopt_backend.runtime.tensors import owned_dtype
 
 SAVING, LOADING = "save_state_dict", "load_state_dict_from"
 MODEL, OPTIMIZER = "model", "optimizer"
+INTO_MODEL = "load the weights into the model with torch.distributed.checkpoint.load, before the optimizer is made"
 
 
 def save(core: BufferCore, groups: Groups, model: nn.Module, folder: Path, more: Mapping[str, Any]) -> None:
@@ -273,11 +274,11 @@ def _fitting(
         raise ValueError(f"{where}: {sentence}")
     if names.params and not (saved.states or saved.group_of):
         raise ValueError(
-            f"{where}: expected weights and an optimizer's state, found weights alone; load them into the model with "
-            "torch.distributed.checkpoint.load, before the optimizer is made, which then begins with new state"
+            f"{where}: expected weights and an optimizer's state, found weights alone; {INTO_MODEL}, and begin with "
+            "new state"
         )
     _take_tied(saved, tied, core.everyone.rank == 0)
-    check_fits(where, *_params_of(names, saved))
+    check_fits(where, *_params_of(names, saved), alone=INTO_MODEL)
     known = {*saved.weights, *(key.removeprefix(f"{MODEL}.") for key in saved.keys.others)}
     for key in [*names.keys.values(), *others, *saved.weights]:
         if key not in known or key not in names.params and key not in elsewhere:

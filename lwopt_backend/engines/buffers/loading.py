@@ -164,7 +164,8 @@ def checked_state(
         _check_boxes(core, where, expected, taken[number])
         here, there = _facts(expected, saved, taken[number], anew)
         to_do = {**TO_DO, "state": FLAT if owner else SAME_RULE}
-        check_fits(where, {member.name: here}, {member.name: there}, advice=OTHER_RANKS, to_do=to_do)
+        facts = {member.name: here}, {member.name: there}
+        check_fits(where, *facts, advice=OTHER_RANKS, to_do=to_do, alone=None)  # the rules are the checkpoint's
     return taken
 
 

@@ -384,7 +384,8 @@ def keep(step: Path) -> None:
 
 
 MOMENTUM, OWNER = f"{GATE}/momentum_buffer.pt", "owner_state/gate.weight.pt"
-OF_ADAM = ["expected rule muon, the checkpoint has adamw; train it with the rule"]
+BEGIN_ANEW = "load the weights alone, with load_optimizer_states=False, and begin with new state, or train it with"
+OF_ADAM = [f"expected rule muon, the checkpoint has adamw; {BEGIN_ANEW}"]
 WITH_ATOMS = "with the 'atoms' it was saved with"
 COSINE = {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 10}}}
 
@@ -411,8 +412,8 @@ MISFITS: dict[str, tuple[Here, list[Case]]] = {
             (MUON, keep, {"custom_load_fn": print}, ["custom_load_fn"]),
             (MUON, cut_in_half, {}, [f"{GATE}/fp32.pt"]),
             (MUON, take_anothers, {}, ["expected shape (2, 5)"]),
-            (ADAM, keep, {}, ["'layers.0.weight'", *OF_ADAM, "the weights alone, with load_optimizer_states=False"]),
-            (MUON, calls_muon(**SGDS), {}, ["expected rule muon, the checkpoint has sgd; train it with the rule"]),
+            (ADAM, keep, {}, ["'layers.0.weight'", *OF_ADAM]),
+            (MUON, calls_muon(**SGDS), {}, [f"expected rule muon, the checkpoint has sgd; {BEGIN_ANEW}"]),
             (
                 MUON,
                 calls_muon(lr=0.1, momentum=0.9),

@@ -131,9 +131,7 @@ def test_a_second_name_is_taken_if_its_weight_is_equal(tmp_path: Path) -> None:
     in_vain(
         optimizer, lambda: optimizer.load_state_dict_from(tmp_path / "other"), "equal weights of 'embedding.weight'"
     )
-    in_vain(
-        optimizer, lambda: optimizer.load_state_dict_from(tmp_path / "alone"), "found weights alone; load them into"
-    )
+    in_vain(optimizer, lambda: optimizer.load_state_dict_from(tmp_path / "alone"), "found weights alone; load the w")
     optimizer.load_state_dict_from(tmp_path / "equal")
     assert same(owned_state(optimizer), before)
 
