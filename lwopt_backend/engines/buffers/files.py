@@ -15,8 +15,9 @@ as boxes of the whole tensors, into its own file.
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Collection, Mapping
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def save(core: BufferCore, groups: Groups, model: nn.Module, folder: Path, more:
         for name, value in model.state_dict().items():  # in the model's order, on all ranks
             number = numbers.get(name)
             if number is None:
+                check_readable(SAVING, {name: value})  # what a module's get_extra_state returns
                 values[MODEL, name] = value
                 continue
             param, piece = core.members[number].param.detach(), pieces.get(number)
@@ -153,19 +155,38 @@ def common_options(core: BufferCore, groups: Groups) -> dict[str, dict[str, Any]
     return common
 
 
+LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+CONTAINERS = (dict, OrderedDict, Counter, list, tuple, set)
+
+
 def check_readable(where: str, values: Mapping[str, Any]) -> None:
-    """Raises ValueError for values that ``torch.load(weights_only=True)`` cannot read back."""
+    """Raises ValueError for values that do not come back from a folder as they are now. Objects of other classes do
+    not, as loading runs no code of theirs."""
     for key, value in values.items():
         try:
-            stored = io.BytesIO()
-            torch.save(value, stored)
-            stored.seek(0)
-            torch.load(stored, weights_only=True)
-        except Exception as error:
+            other = next(_unreadable(value), None)
+        except RecursionError as error:
+            raise ValueError(f"{where}: expected {key!r} to be less deep, or not to contain itself") from error
+        if other is not None:
+            kind = ".".join((type(other).__module__, type(other).__qualname__))
             raise ValueError(
-                f"{where}: expected values that torch.load(weights_only=True) can read, found {value!r} of {key!r}; "
-                f"keep it elsewhere. {error}"
-            ) from error
+                f"{where}: expected values that come back as they are: numbers, text, dense tensors, and dictionaries, "
+                f"lists, tuples and sets of these; found a {kind} in {key!r}, {other!r:.200}; convert it to these, or "
+                "keep it elsewhere"
+            )
+
+
+def _unreadable(value: Any) -> Iterator[Any]:
+    if isinstance(value, Tensor):
+        dense = value.layout is torch.strided and not (value.is_quantized or value.is_meta or value.is_nested)
+        if not dense or hasattr(value, "full_tensor"):  # a DTensor, of which a rank has a part
+            yield value
+    elif type(value) in CONTAINERS:
+        entries = itertools.chain(value, value.values()) if isinstance(value, dict) else value
+        for entry in entries:
+            yield from _unreadable(entry)
+    elif type(value) not in LEAVES:
+        yield value
 
 
 # Reading this rank's pieces from a folder, whichever ranks, layout or engine wrote it.
