@@ -296,7 +296,7 @@ def _as_written(made: Checkpoint, to: str) -> Checkpoint:
 
 
 def _show_conversion(summary: Mapping[str, Any]) -> None:
-    from lwopt_backend.engines.report import binary_units, standard_output
+    from lwopt_backend.engines.output import binary_units, standard_output
 
     console = standard_output()
     before, after = summary["source"], summary["result"]
@@ -392,7 +392,7 @@ def _checked(checkpoint: Checkpoint, silent: bool) -> tuple[list[str], str, list
 
 def _show_contents(found: Mapping[str, Any], checked: bool) -> None:
     from lwopt_backend.checkpoint.contents import SHOWN
-    from lwopt_backend.engines.report import binary_units, standard_output
+    from lwopt_backend.engines.output import binary_units, standard_output
 
     console = standard_output()
     world = ", ".join(f"{name} {size}" for name, size in found["world"].items())
@@ -527,7 +527,7 @@ def _under(
 
 
 def _show_differences(found: Mapping[str, Any], different: Sequence[Compared]) -> None:
-    from lwopt_backend.engines.report import standard_output
+    from lwopt_backend.engines.output import standard_output
 
     console = standard_output()
     console.print(columns([("A", found["a"]), ("B", found["b"])]))

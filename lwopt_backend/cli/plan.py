@@ -151,7 +151,8 @@ def _draw(content: dict[str, Any], html: Path | None, png: Path | None, show: Ca
 
 def _print(console: Console | None, model: ModelShapes, study: Study) -> None:
     from lwopt_backend.cli import tables
-    from lwopt_backend.engines.report import print_whole, routing_headline, routing_table, show_digest, standard_output
+    from lwopt_backend.engines.output import standard_output
+    from lwopt_backend.engines.report import print_whole, routing_headline, routing_table, show_digest
 
     console = console or standard_output()
     console.print(f"Model: {model.source}")

@@ -25,7 +25,7 @@ def rules(
 ) -> None:
     """List the rules and engines that a configuration may name, with the default, meaning and source of each option."""
     from lwopt_backend.cli.rule_facts import rule_facts
-    from lwopt_backend.engines.report import standard_output
+    from lwopt_backend.engines.output import standard_output
 
     sys.path.insert(0, "")
     for module in imports or ():

@@ -7,7 +7,8 @@ import io
 from rich.console import Console
 from rich.table import Table
 
-from lwopt_backend.engines.report import WIDTH_WITHOUT_TERMINAL, binary_units, numbers, shown_ranks, which_ranks
+from lwopt_backend.engines.output import WIDTH_WITHOUT_TERMINAL, binary_units
+from lwopt_backend.engines.report import numbers, shown_ranks, which_ranks
 from lwopt_backend.groups.registry import MATRIX_RULES
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.planner.part import Part

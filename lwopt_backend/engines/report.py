@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
+from lwopt_backend.engines.output import binary_units, standard_output
 from lwopt_backend.engines.zero.plan import GroupPlan
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.param_groups import ShownRates, rates
@@ -37,7 +38,6 @@ from lwopt_backend.rules import Muon
 from lwopt_backend.rules.newton_schulz import multiplies_bf16
 from lwopt_backend.runtime.quantized import BLOCK
 
-WIDTH_WITHOUT_TERMINAL = 140  # a launcher's pipe has no width; 80 columns would cut names
 BORDER = 3  # of a column, in characters
 MOST_RANKS = 16
 LOGGER = logging.getLogger("lwopt_backend")
@@ -140,12 +140,6 @@ class MissingGradients:
 def show_digest(console: Console, plan_digest: str) -> None:
     """Print the last line about a plan, in a run and from ``lwopt plan``."""
     console.print(f"Plan {plan_digest}: equal plans have equal digests, on every rank and machine.")
-
-
-def standard_output() -> Console:
-    """A console on standard output, with a minimum width outside a terminal."""
-    width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
-    return Console(file=sys.stdout, width=width, highlight=False, markup=False)
 
 
 def print_whole(console: Console, shown: str | Table) -> None:
@@ -439,13 +433,3 @@ def which_ranks(loads: Sequence[int]) -> str | None:
     """A caption, if ``shown_ranks`` are not all."""
     shown = len(shown_ranks(loads))
     return f"{shown} of {len(loads)} ranks: the first, the busiest, the least busy" if shown < len(loads) else None
-
-
-def binary_units(count: int) -> str:
-    """Bytes in binary units, e.g. ``"1.5 MiB"``."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from lwopt_backend.groups.optimizer_classes import (
 from lwopt_backend.plan import Atom, TrainedParam
 from lwopt_backend.plan.cost import SECOND_MOMENT_FLOPS, newton_schulz_flops, shampoo_flops, soap_flops
 from lwopt_backend.plan.owners import Wire
-from lwopt_backend.routing.routing import Route
 from lwopt_backend.rules import AdamH, AdaMuon, MatrixRule, Muon, NorMuon, OwnerStateRule, WeightRule
 from lwopt_backend.rules.adamh import checked_betas
 from lwopt_backend.rules.muon import CAUTIOUS, takes_gram
@@ -41,6 +40,9 @@ from lwopt_backend.runtime.agreement import setting
 from lwopt_backend.runtime.collectives import rule_name
 from lwopt_backend.runtime.elementwise import Counters
 from lwopt_backend.runtime.state import try_steps
+
+if TYPE_CHECKING:
+    from lwopt_backend.routing.routing import Route  # which imports all of routing, as no command on checkpoints needs
 
 ADAMW, SGD, LION = "torch.optim.AdamW", "torch.optim.SGD", "pytorch_optimizer.Lion"
 
@@ -72,7 +74,7 @@ class AdamW:
 
 State = dict[str, Tensor]
 Shape = tuple[int, int]
-Takes = Callable[[Route], bool | None]
+Takes: TypeAlias = "Callable[[Route], bool | None]"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -348,7 +348,7 @@ def test_tables_fit_into_the_terminal(made: dict[str, Path], tmp_path: Path, mon
     convert = ("convert", made["source"], tmp_path / "to", "--to", "universal", "--dry-run")
     for width, words in itertools.product((80, 120), (convert, ("inspect", other), ("diff", made["source"], other))):
         terminal = Console(width=width, highlight=False, markup=False)
-        monkeypatch.setattr("lwopt_backend.engines.report.standard_output", lambda terminal=terminal: terminal)
+        monkeypatch.setattr("lwopt_backend.engines.output.standard_output", lambda terminal=terminal: terminal)
         lines = lwopt(*words).out.splitlines()
         assert len(lines) > 8 and max(map(len, lines)) <= width, lines
         rows = [line for line in lines if line.startswith("│")]

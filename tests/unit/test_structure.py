@@ -46,8 +46,8 @@ def test_plan_rules_and_runtime_import_little_but_themselves(folder: str) -> Non
 
 LAYERS = [  # each imports only what stands before it
     *("plan", "rules", "runtime", "config", "routing", "qk_clip", "groups", "checkpoint", "engines.gradients"),
-    *("engines.base", "engines.zero", "engines.report", "engines.buffers", "engines.first_pass", "engines.fsdp2"),
-    *("engines.owned", "migration", "optimizer"),
+    *("engines.output", "engines.base", "engines.zero", "engines.report", "engines.buffers", "engines.first_pass"),
+    *("engines.fsdp2", "engines.owned", "migration", "optimizer"),
     *("engines.modules", "explanation", "run", "planner", "cli", ""),
 ]
 

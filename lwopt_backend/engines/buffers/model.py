@@ -22,6 +22,7 @@ from lwopt_backend.engines import report
 from lwopt_backend.engines.buffers.bucket_manager import IN_FLIGHT
 from lwopt_backend.engines.buffers.hooks import BackwardPasses, is_followed
 from lwopt_backend.engines.buffers.step import BufferCore, PlannedSet
+from lwopt_backend.engines.output import binary_units
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.grouping import ADVICE, Grouping, InModel, Member
 from lwopt_backend.groups.param_groups import NONE, CheckedGroups, ComparedOptions
@@ -313,10 +314,10 @@ def _table(core: BufferCore, groups: Sequence[Mapping[str, Any]], planned: Plann
     memory = memories_of(core, groups, planned)
     columns = {
         "matrices": owned,
-        "parameters": lambda rank: report.binary_units(memory[rank].parameters + memory[rank].padding),
-        "masters": lambda rank: report.binary_units(memory[rank].masters),
-        "state": lambda rank: report.binary_units(memory[rank].state),
-        "sent a step": lambda rank: report.binary_units(memory[rank].sent),
+        "parameters": lambda rank: binary_units(memory[rank].parameters + memory[rank].padding),
+        "masters": lambda rank: binary_units(memory[rank].masters),
+        "state": lambda rank: binary_units(memory[rank].state),
+        "sent a step": lambda rank: binary_units(memory[rank].sent),
     }
     return report.rank_table(planned.plan.loads, [groups[member.group]["rule"] for member in members], columns)
 

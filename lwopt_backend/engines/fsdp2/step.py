@@ -27,6 +27,7 @@ from lwopt_backend.engines import report
 from lwopt_backend.engines.base import machine_for
 from lwopt_backend.engines.fsdp2.gradients import Counted
 from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, States, mesh_state_nbytes, sharded_by
+from lwopt_backend.engines.output import binary_units
 from lwopt_backend.groups.param_groups import NONE, ComparedOptions, ElementwiseGroups
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, rule_of
 from lwopt_backend.qk_clip import RowScaling
@@ -285,8 +286,8 @@ def _table(stepper: MeshStepper, mesh: Mesh) -> Table:
     sent, owned = (plan.of_mesh(of_ranks) for of_ranks in (plan.wire_bytes(), plan.owned_counts()))
     columns = {
         "matrices": lambda place: str(owned[place]),
-        "state": lambda place: report.binary_units(state(mesh.coordinates[place])),
-        "sent a step": lambda place: report.binary_units(sent[place]),
+        "state": lambda place: binary_units(state(mesh.coordinates[place])),
+        "sent a step": lambda place: binary_units(sent[place]),
     }
     rules = [member.rule for member in stepper.members]
     return report.rank_table(plan.of_mesh(plan.ownership.loads), rules, columns, sorted(mesh.ranks))

@@ -19,11 +19,11 @@ from lwopt_backend.cli.tables import recording
 from lwopt_backend.config.atoms import Division
 from lwopt_backend.config.hosts import FSDP2Config, PlainConfig, ZeROConfig
 from lwopt_backend.config.options import options_in
-from lwopt_backend.engines import report
+from lwopt_backend.engines import output
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES
 from lwopt_backend.plan.cost import max_min_squared
 from lwopt_backend.planner import picture
-from tests.support.command_line import commands, refused
+from tests.support.command_line import SAMPLES, commands, refused
 
 LAYER = [["q", [256, 256]], ["o", [256, 256]], ["up", [1024, 256]], ["down", [256, 1024]]]
 
@@ -70,7 +70,7 @@ def test_plan_json_holds_the_plan_and_nothing_else_is_printed(shapes: Path) -> N
         assert 1 <= found["flops_imbalance"] < 1.3
 
 
-# Imports of each command's help, in this order; and a plan and its report, under another hash seed.
+# Imports of each command's help, in this order, and of inspect; and a plan and its report, under another hash seed.
 ALONE = """
 import contextlib, io, json, sys
 import typer
@@ -86,19 +86,25 @@ pages = {}
 for name in ["", *typer.main.get_command(app).commands]:
     page = call(*name.split(), "--help")
     pages[name] = (page, sorted({module.partition(".")[0] for module in sys.modules}))
+call("inspect", MEGATRON)
+read = sorted(sys.modules)
 planned = call("plan", "--shapes", "shapes.json", "--world-size", "16", "--json", "--html", "alone.html")
-print(json.dumps([pages, planned, "matplotlib.pyplot" in sys.modules]))
+print(json.dumps([pages, read, planned, "matplotlib.pyplot" in sys.modules]))
 """
+OF_TRAINING = ("routing.routing", "groups.registry", "engines.report", "engines.base")  # which import routing or rules
 HEAVY = {"torch", "numpy", "transformers", "accelerate", "deepspeed", "matplotlib", "pytorch_optimizer", "yaml"}
 
 
 def test_help_imports_nothing_that_is_slow(shapes: Path) -> None:
-    """Plans are the same in every process."""
+    """Plans are the same in every process. A command on checkpoints imports nothing that only training needs."""
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     options: dict[str, Any] = {"cwd": shapes.parent, "env": environment, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-c", ALONE], **options)
+    code = ALONE.replace("MEGATRON", repr(str(SAMPLES / "t16_lw_muon_dp2_torchdist")))
+    done = subprocess.run([sys.executable, "-c", code], **options)
     assert done.returncode == 0, done.stderr
-    pages, planned, with_pyplot = json.loads(done.stdout)
+    pages, read, planned, with_pyplot = json.loads(done.stdout)
+    assert "lwopt_backend.checkpoint.megatron.torch_dist" in read
+    assert not {f"lwopt_backend.{module}" for module in OF_TRAINING} & {*read}
     assert {"", "plan", "rules", "convert", "inspect", "diff"} <= {*pages}
     for name, (page, modules) in pages.items():
         assert f"Usage: lwopt {name}".rstrip() in page
@@ -362,7 +368,7 @@ def test_a_narrow_terminal_gets_every_figure_and_value_whole(
     """80 columns had "0.4…" for milliseconds, and "'match_rms_adam…" for a value to write."""
     given, wide = [shapes if word == "S" else word for word in arguments.split()], {}
     for width in (200, 80):
-        monkeypatch.setattr(report, "WIDTH_WITHOUT_TERMINAL", width)
+        monkeypatch.setattr(output, "WIDTH_WITHOUT_TERMINAL", width)
         wide[width] = run(*given)
     assert "…" not in wide[80] and max(map(len, wide[80].splitlines())) <= 80
     known = words(wide[200])
