@@ -33,7 +33,7 @@ VERLS = ["ray", "tensordict>=0.8,<=0.10", "hydra-core", "omegaconf<2.4", "antlr4
 VERLS += ["pyvers", "cloudpickle", "orjson", "datasets", "multiprocess", "pandas", "pyarrow", "dill", "xxhash"]
 PEERS = {  # what an environment has beyond the prepared one
     # Emerging-Optimizers asks for Python 3.12, but runs on 3.11.
-    "megatron": ["--ignore-requires-python", "megatron-core==0.16.1", "emerging-optimizers==0.3.0"],
+    "megatron": ["--ignore-requires-python", "megatron-core==0.19.2", "emerging-optimizers==0.3.0"],
     "trl": [requirement("trl"), requirement("peft"), "evaluate"],
     # It needs torch 2.14 or newer, and its main needs grain.
     "torchtitan": [f"torch=={VERSIONS['torch'].tested[-1]}", requirement("torchtitan"), "triton", "grain"],

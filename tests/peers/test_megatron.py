@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.peers.stand_ins import without_triton
+from tests.peers.stand_ins import on_cpus, without_triton
 from tests.support.command_line import refused, succeeds
 from tests.support.launcher import ROOT
 from tests.support.ranks import free_port
@@ -22,22 +21,15 @@ from tests.support.references import Trained, rule_of
 
 sys.path.append(str(ROOT / "examples"))
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Megatron's own imports
+pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron's own
 HEADS, GROUPS, LAYERS, WIDTH, VOCABULARY = 4, 2, 2, 32, 256
 
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
-    """Megatron asks for the current CUDA device, and keeps a random state of it for dropout, of which there is none."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer.moe import moe_utils
+    with without_triton(), pytest.MonkeyPatch.context() as patched, on_cpus():
+        from megatron.core import parallel_state
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.cuda, "current_device", lambda: "cpu")
-        patched.setattr(torch.cuda, "synchronize", lambda *_: None)
-        patched.setattr(moe_utils, "te_general_gemm", None, raising=False)  # 0.16.1 has none without Transformer Engine
-        patched.setattr(CudaRNGStatesTracker, "fork", lambda self, *name: contextlib.nullcontext())
         for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
             patched.setenv(name, value)
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
