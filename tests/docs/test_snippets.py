@@ -195,10 +195,14 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
         "",
     ),
     ("fsdp2", 0): (
-        f"{PLAIN}{BLOCKS}from torch.distributed.checkpoint.state_dict import get_state_dict\nfully_shard(model)\n"
-        "optimizer = LayerWiseOptimizer(model, lr=0.02, report=False)\nstep(model, optimizer)\n",
+        f"{PLAIN}{BLOCKS}fully_shard(model)\noptimizer = LayerWiseOptimizer(model, lr=0.02, report=False)\n"
+        "scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)\n"
+        "def loop():\n    step(model, optimizer)\n    scheduler.step()\n"
+        "    return model.blocks[0].weight.full_tensor().clone()\nloop()\n",
+        "save('run/step-1', 1)\nwhole = [loop(), loop()]\nassert load('run/step-1') == 1\n"
+        "assert all(map(torch.equal, [loop(), loop()], whole)) and scheduler.last_epoch == 3\n"
         "from pathlib import Path\nfrom lwopt_backend.checkpoint import formats\n"
-        "assert formats.read(Path('run')).iteration == 10",
+        "assert (found := formats.read(Path('run/step-1'))).iteration == 1 and found.scheduler['last_epoch'] == 1\n",
     ),
     ("matrices", 0): (PLAIN + TOKENS, "assert not fused and not unclear and found.shares\n"),
     ("matrices", 1): (
