@@ -162,7 +162,6 @@ def test_figures_of_deepspeed_are_those_of_the_results() -> None:
         *([sent(row) for row in some] for some in (theirs, ours, adamw)),
         *([differs(row) for row in some] for some in (theirs, ours)),
     ]
-    assert ", ".join(ratio(*pair, "step_seconds") for pair in zip(theirs, ours)) in PAGES["peers"]
 
 
 def test_figures_of_fsdp2_are_those_of_the_results() -> None:
@@ -175,8 +174,6 @@ def test_figures_of_fsdp2_are_those_of_the_results() -> None:
             times += [ratio(other, ours, "update_seconds") for other in (gram, torchs)]
             times += [f"{step.slowest(ours, 'step_seconds'):.0f} ms", ratio(torchs, ours, "step_seconds")]
             assert shown[f"{size}, {ranks}"] == times
-        updates = [ratio(rows["fsdp2", n, TORCHS], rows["fsdp2", n, OURS], "update_seconds") for n in (2, 4)]
-        assert f"| {', '.join(updates)} |" in PAGES["peers"]
     rows = of_systems("step_fsdp2")
     both = [rows["fsdp2", 4, name] for name in (OURS, TORCHS)]
     assert [cells[1:] for cells in table("benchmarks", "FSDP2", "in an update, a rank")[1:]] == [
@@ -195,8 +192,6 @@ def test_figures_in_place_of_ddp_are_those_of_the_results() -> None:
             [f"{step.slowest(row, 'step_seconds'):.0f} ms", ratio(row, ours, "step_seconds"), sent(row)]
             for row in (ours, *others)
         ]
-    two = [ratio(rows["plain", n, TORCHS], rows["plain", n, OURS], "step_seconds") for n in (2, 3)]
-    assert f"| {', '.join(two)} |" in PAGES["peers"]
 
 
 ON = {"plain PyTorch": "plain", "`ModuleOptimizers`": "modules", 'DeepSpeed, `"storage": "owned"`': "owned"}
@@ -234,8 +229,6 @@ def test_the_planner_is_compared_with_megatrons_as_on_its_page() -> None:
             [f"{most[0]:.2f} points" if most[0] else "none", f"{most[1]:.4f}"] if lost else ["", ""]
         )
         assert compact == f"{max(cell.excess for cell in some):.3f}" and 10 * len(lost) <= len(some) or model != "all"
-    better, equal, worse = table("cost", "Compared with Megatron-Core")[-2][1:4]
-    assert f"{better} have" in PAGES["peers"] and f"{equal} are equal, and {worse}" in PAGES["peers"]
 
 
 def test_counts_of_a_step_are_those_of_the_results() -> None:
