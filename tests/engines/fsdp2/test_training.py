@@ -737,9 +737,8 @@ def of_rows(**options: Any) -> LayerWiseOptimizer:
     return LayerWiseOptimizer(shard("rows", "fp32").model, **{"lr": 0.02, "report": False, **options})
 
 
-REFUSALS: list[
-    tuple[Callable[[], Any], str]
-] = [  # of plain models that are wrapped, see tests/engines/plain/test_failures.py
+# Of plain models that are wrapped: tests/engines/plain/test_failures.py.
+REFUSALS: list[tuple[Callable[[], Any], str]] = [
     (lambda: LayerWiseOptimizer(DistributedDataParallel(UnevenLM()), sharded_later=True), "found no shards; call"),
     (lambda: LayerWiseOptimizer(by_fsdp1(), sharded_later=True), "(FSDP1), which flattens matrices; call fully_shard"),
     (lambda: LayerWiseOptimizer(UnevenLM(), state_dtype="float32"), "'state_dtype' is for fully_shard models, but"),
