@@ -31,6 +31,10 @@ ROOT = Path(__file__).resolve().parent.parent
 MADE = ROOT / ".make" / "beside"
 VERLS = ["ray", "tensordict>=0.8,<=0.10", "hydra-core", "omegaconf<2.4", "antlr4-python3-runtime==4.9.3", "codetiming"]
 VERLS += ["pyvers", "cloudpickle", "orjson", "datasets", "multiprocess", "pandas", "pyarrow", "dill", "xxhash"]
+LLAMA_FACTORYS = ["transformers==5.6.0", "tokenizers==0.22.2", "huggingface-hub==1.33.0", "accelerate==1.11.0"]
+LLAMA_FACTORYS += ["peft==0.18.1", "trl==0.24.0", "datasets==4.0.0", "multiprocess==0.70.16", "dill==0.3.8", "xxhash"]
+LLAMA_FACTORYS += ["fsspec==2025.3.0", "pyarrow", "pandas<3", "pytz", "omegaconf", "scipy", "httpx", "httpcore<2"]
+LLAMA_FACTORYS += ["aiohttp", "aiosignal", "aiohappyeyeballs", "frozenlist", "multidict", "propcache", "yarl"]
 PEERS = {  # what an environment has beyond the prepared one
     # Emerging-Optimizers asks for Python 3.12, but runs on 3.11.
     "megatron": ["--ignore-requires-python", "megatron-core==0.19.2", "emerging-optimizers==0.3.0"],
@@ -40,6 +44,8 @@ PEERS = {  # what an environment has beyond the prepared one
     # Without what they ask for beyond what building an optimizer needs; verl and Automodel pin older transformers.
     "verl": ["--no-deps", requirement("verl"), *VERLS],
     "automodel": ["--no-deps", requirement("nemo-automodel")],
+    # Without torchvision and torchaudio, whose builds for CUDA do not load on CPUs.
+    "llamafactory": ["--no-deps", requirement("llamafactory"), *LLAMA_FACTORYS],
     "lightning": [requirement("lightning")],
     "hugging_face": ["--upgrade", requirement("accelerate"), requirement("transformers")],  # the newest
     "emerging": ["--ignore-requires-python", requirement("emerging-optimizers")],

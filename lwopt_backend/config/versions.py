@@ -31,6 +31,7 @@ VERSIONS = {
     "torchtitan": Versions("==0.3.0", ("0.3.0",), "make test-peers ARGS=torchtitan"),
     "verl": Versions("==0.9.1", ("0.9.1",), "make test-peers ARGS=verl"),
     "nemo-automodel": Versions("==0.7.0", ("0.7.0",), "make test-peers ARGS=automodel"),
+    "llamafactory": Versions("==0.9.5", ("0.9.5",), "make test-peers ARGS=llamafactory"),
     "pytorch-optimizer": Versions(">=4.1,<5", ("4.1.0",), "make test-peers ARGS=pytorch_optimizer"),
     "emerging-optimizers": Versions(">=0.3,<0.4", ("0.3.0",), "make test-peers ARGS=emerging"),
 }

@@ -183,7 +183,8 @@ def test_every_command_runs_without_a_warning(python: Path, tmp_path: Path) -> N
 def test_pip_installs_what_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A newer torch is one warning."""
     project = (ROOT / "pyproject.toml").read_text()
-    for package in VERSIONS.keys() - {"trl", "lightning", "torchtitan", "verl", "nemo-automodel"}:  # of test-peers
+    of_test_peers = {"trl", "lightning", "torchtitan", "verl", "nemo-automodel", "llamafactory"}
+    for package in VERSIONS.keys() - of_test_peers:
         assert f'"{requirement(package)}"' in project
     prepared = re.findall(r'TORCH = "torch==(.*)"', (ROOT / "scripts" / "environment.py").read_text())
     assert {*prepared} <= {*VERSIONS["torch"].tested}

@@ -271,6 +271,7 @@ def test_the_readme_names_the_versions_that_are_tested() -> None:
 
 def test_trainers_have_sections_in_one_form() -> None:
     packages = {"Hugging Face Trainer": "transformers", "NeMo Automodel": "nemo-automodel"}
+    packages["LLaMA-Factory"] = "llamafactory"
     rows = {row[0].split("]")[0].strip("["): row[3] for row in table("start/trainers", "In one table")[1:]}
     for trainer, known in rows.items():
         if "tested" in known:
