@@ -18,7 +18,8 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.peers.test_trl import of_bytes, with_texts
+from tests.docs.test_sixteen_bits import same
+from tests.peers.test_trl import with_texts
 from tests.support.command_line import lwopt
 from tests.support.launcher import torchrun
 
@@ -84,9 +85,7 @@ def test_it_trains_resumes_and_is_exported(tmp_path: Path, monkeypatch: pytest.M
     elsewhere, _ = trained(tmp_path, "elsewhere", 1, tmp_path / "moved")
     assert elsewhere[:HALF] == whole[:HALF]  # the history that was saved
     assert elsewhere[HALF] == pytest.approx(whole[HALF], rel=1e-5)  # of the same weights and rows
-    assert elsewhere[HALF + 1 :] == pytest.approx(whole[HALF + 1 :], rel=0.02)
     assert lwopt("convert", last, tmp_path / "weights", "--to", "safetensors").code == 0
     exported = load_file(tmp_path / "weights" / "model.safetensors")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.bfloat16).state_dict()
-    assert all(torch.equal(exported[key].bfloat16(), value) for key, value in loaded.items() if key in exported)
-    assert len(exported) == 21 and of_bytes().vocab_size == 254
+    same({name: tensor.bfloat16() for name, tensor in exported.items()}, loaded)
