@@ -432,10 +432,6 @@ class ShownRates:
         self._shown = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         self._say = say
 
-    def of(self, groups: Groups) -> list[dict[str, Any]]:
-        """The groups, with the values that were shown last."""
-        return [{**group, **shown} for group, shown in zip(groups, self._shown)]
-
     def loaded(self, before: Groups, groups: Groups) -> None:
         """Say in one line which values a load has changed, of those ``before`` it, to others than were shown last. An
         optimizer that loads its own state, as some trainers let it, changes none, whatever a schedule has written."""

@@ -113,7 +113,6 @@ class MeshOptimizer(LayerWiseOptimizer):
                 plans = mesh_stepping.described(self._steppers, self._counted, mesh.reduction(self._model))
                 members = [member for stepper in self._steppers for member in stepper.members]
                 groups, device = self._grouping.groups, self._steppers[0].device
-                groups = groups if self._shown_rates is None else self._shown_rates.of(groups)  # once loaded
                 shown = (self._grouping.routes, groups, plans, self.plan_digest, members, device)
                 self._shown_rates = report.show(*shown)
 
