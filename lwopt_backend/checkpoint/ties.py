@@ -38,13 +38,14 @@ def of_model(checkpoint: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     """The checkpoint with the ties of the model that loads it: ``names`` as of ``names_in``. The name that has state is
     kept. Reads weights that are there twice; raises CheckpointError unless they are equal."""
     params, tied = dict(checkpoint.params), dict(checkpoint.tied)
-    for name, of in names.items():
-        if name in params and of in params:
+    for pair in names.items():
+        name, of = (tied.get(each, each) for each in pair)  # those that are kept, of three names and more
+        if name != of and name in params and of in params:
             kept, other = (name, of) if params[name].states and not params[of].states else (of, name)
             check_equal(kept, params[kept].best, other, params[other].best)
-            tied[other] = kept
+            tied = {each: kept if first == other else first for each, first in tied.items()} | {other: kept}
             del params[other]
-        elif name in params and of not in tied:
+        elif name in params and of not in params:
             tied[of] = name
     return replace(checkpoint, params=params, tied=tied)
 

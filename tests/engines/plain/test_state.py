@@ -4,6 +4,7 @@ it goes on on other ranks and layouts, bit for bit, is in test_checkpoints.py.""
 import contextlib
 import copy
 import io
+import itertools
 import os
 import pickle
 import shutil
@@ -152,6 +153,13 @@ def test_a_model_that_loads_ties_the_names_of_a_folder() -> None:
     other = Param(held(model.embedding.weight + 1, "another"))
     with pytest.raises(CheckpointError, match="expected equal weights of 'embedding.weight' and 'lm_head.weight'"):
         ties.of_model(Checkpoint("any", "", "model", {"embedding.weight": one, "lm_head.weight": other}), names)
+    for kept, count in itertools.product(
+        "abc", (2, 3)
+    ):  # which has the state, and how many a folder has of three names
+        params = {name: trained_one if name == kept else one for name in (kept, *sorted({*"abc"} - {kept}))[:count]}
+        for first, *more in itertools.permutations("abc"):  # in the model that loads
+            found = ties.of_model(Checkpoint("any", "", "model", params), dict.fromkeys(more, first))
+            assert [*found.params] == [kept] == [*{*map(found.name_of, {first, *params})}]
 
 
 @on_ranks(2)
