@@ -18,7 +18,7 @@ from lwopt_backend.engines.fsdp2 import plan as mesh
 from lwopt_backend.engines.fsdp2 import state as mesh_state
 from lwopt_backend.engines.fsdp2 import step as mesh_stepping
 from lwopt_backend.engines.fsdp2.gradients import MeshGradients, check_one_has_all, counted_of
-from lwopt_backend.engines.fsdp2.step import StateOnceSharded, check_sharded, step_all
+from lwopt_backend.engines.fsdp2.step import StateOnceSharded, check_scaler, check_sharded, step_all
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Given, Grouping, InModel
 from lwopt_backend.groups.members import Members, check_all_held, is_by_number
@@ -175,6 +175,13 @@ class MeshOptimizer(LayerWiseOptimizer):
 
     def _everyone(self) -> Collectives:
         return self.gradients.everyone
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Read by torch.amp.GradScaler before it steps, or skips. Raises RuntimeError if not all ranks would skip."""
+        self._ensure_bound()
+        check_scaler(zip(chain(*self._names), chain(*self._bound)))
+        return False
 
     def _ensure_bound(self) -> None:
         """Plan for the parameters in the param groups, once they are sharded; and again if all were replaced."""

@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from lwopt_backend import LayerWiseOptimizer
 from tests.support.engines import Cell, ExactLM, running
 from tests.support.launcher import run_on_ranks, succeeds
 from tests.support.models import VOCABULARY, UnevenLM, largest_difference
@@ -57,6 +60,30 @@ def test_grad_scaler_skips_a_step_on_all_ranks() -> None:
                 expected.train(range(step, step + 1))
         assert largest_difference(scaled.weights(), expected.weights()) == 0.0
         assert scaler.get_scale() == 2.0**3
+
+
+@on_ranks(2)
+def test_grad_scaler_that_would_skip_on_some_ranks_is_refused_on_all() -> None:
+    """torch exchanges an overflow along the dimensions that cut the first gradient, here none of them or all."""
+    mesh = init_device_mesh("cpu", (2,))
+    for placements in ((Replicate(), Shard(0)), (Shard(0), Replicate())):
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in placements))
+        for layer, placement in zip(model, placements):
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [placement]))
+        optimizer = LayerWiseOptimizer(model, lr=0.02, report=False)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        if dist.get_rank() == 1:
+            sharded = next(param for param in model.parameters() if param.placements == (Shard(0),))
+            sharded.grad.to_local().fill_(torch.inf)
+        scaler, before = torch.amp.GradScaler("cpu"), [param.detach().clone() for param in model.parameters()]
+        scaler.scale(torch.ones(()))
+        if placements[0].is_replicate():
+            with pytest.raises(RuntimeError, match="skip a step on some ranks only.* '0.weight' .* found"):
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

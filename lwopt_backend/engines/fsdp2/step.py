@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -26,7 +27,7 @@ from lwopt_backend.config.hosts import NAME
 from lwopt_backend.engines import report
 from lwopt_backend.engines.base import machine_for
 from lwopt_backend.engines.fsdp2.gradients import Counted
-from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, States, mesh_state_nbytes, sharded_by
+from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, States, describe, mesh_state_nbytes, sharded_by
 from lwopt_backend.engines.output import binary_units
 from lwopt_backend.groups.param_groups import NONE, ComparedOptions, ElementwiseGroups
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, rule_of
@@ -65,6 +66,41 @@ def check_sharded(params: Iterable[Tensor]) -> None:
             "found none; check that prepare() was given the model and this optimizer together, and that Accelerate "
             "runs with FSDP, fsdp_version 2 (on CPUs it silently falls back to DDP)"
         )
+
+
+def check_scaler(held: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises RuntimeError if torch's GradScaler would tell some ranks only of an overflow, so that they alone skip.
+
+    Of the gradients of one dtype, torch 2.13 exchanges what it found along the mesh dimensions that cut the first one.
+    """
+    firsts = dict[torch.dtype, tuple[str, DTensor]]()
+    for name, param in held:
+        grad = param.grad
+        if not isinstance(grad, DTensor):
+            continue
+        first, exchanged = firsts.setdefault(grad.dtype, (name, grad))
+        if not _reaches(exchanged, grad):
+            raise RuntimeError(
+                f"{NAME}: GradScaler would skip a step on some ranks only, because it exchanges an overflow along the "
+                f"dimensions that cut the gradient of {describe(first, exchanged)}; found {describe(name, grad)}; "
+                'train in bf16, or scale losses by a fixed factor, with on_nonfinite="skip"'
+            )
+
+
+def _reaches(exchanged: DTensor, grad: DTensor) -> bool:
+    """Whether each rank learns of what a rank has found in ``grad`` from an exchange along the cut of another."""
+    cut = _cut(exchanged)
+    if grad.device_mesh == exchanged.device_mesh:
+        return _cut(grad) <= cut
+    everywhere = {dim for dim, size in enumerate(exchanged.device_mesh.shape) if size > 1} <= cut
+    ranks, reached = (set(each.device_mesh.mesh.flatten().tolist()) for each in (grad, exchanged))
+    return everywhere and ranks <= reached
+
+
+def _cut(grad: DTensor) -> set[int]:
+    """The mesh dimensions along which ranks have different shards, or parts of a sum."""
+    sizes = grad.device_mesh.shape
+    return {dim for dim, how in enumerate(grad.placements) if not how.is_replicate() and sizes[dim] > 1}
 
 
 # One step of all steppers of a model: matrices mesh by mesh, other parameters while the first bucket is in transit.
