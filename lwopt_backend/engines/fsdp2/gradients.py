@@ -51,8 +51,8 @@ class MeshGradients:
         """The norm of the gradients of the parameters that ``pick`` selects, as one vector, each element counted once.
 
         Per mesh it is ``torch.nn.utils.get_total_norm``, so for a single mesh it equals that of ``clip_grad_norm_``,
-        bit for bit. Plain tensors are assumed to be copies. On a rank with all gradients, the host does not wait; on
-        other ranks, it waits once, for the gradients of other ranks.
+        bit for bit; of fp16 gradients it is in fp32. Plain tensors are assumed to be copies. On a rank with all
+        gradients, the host does not wait; on other ranks, it waits once, for the gradients of other ranks.
         """
         order = checked_order(norm_type)
         check_one_has_all(self._steppers)
@@ -190,6 +190,8 @@ def _norm(
     grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
     if not grads:
         return torch.zeros((), device=stepper.device)
+    # Ranks exchange squares of norms in the gradients' dtype, and in fp16 that of 256 overflows.
+    grads = [grad.float() if grad.dtype == torch.float16 else grad for grad in grads]
     norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

@@ -360,6 +360,18 @@ def test_partial_gradients_belong_to_their_own_weights() -> None:
 
 
 @on_ranks(2)
+def test_norms_of_fp16_gradients_are_in_fp32() -> None:
+    """Ranks exchange squares, which in fp16 are inf from 256 on, and 0 below 0.0002."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False, dtype=torch.float16) for _ in range(2)))
+    fully_shard(model, mesh=mesh_of())
+    optimizer = layer_wise(model)
+    for size in (75.0, 2.0**-14):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, size)
+        assert float(optimizer.clip_grad_norm_(math.inf)) == pytest.approx(size * math.sqrt(32))
+
+
+@on_ranks(2)
 def test_a_parameter_without_dimensions_is_trained() -> None:
     """FSDP2 cannot shard one."""
     model, twin = nn.Linear(8, 8), nn.Parameter(torch.tensor(1.0))
