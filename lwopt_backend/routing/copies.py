@@ -52,7 +52,7 @@ def bare(module: nn.Module, shape: Shape, memo: dict[int, Any], kept: Mapping[in
     elif forward is not None and not _is_compiled(forward):
         own["forward"] = forward
     own["_parameters"] = {key: _bare(param, shape, memo) for key, param in dict.items(module._parameters)}
-    own.update({key: _beside(key, value, own["_parameters"]) for key, value in own.items() if _is_data(value)})
+    own.update({key: _beside(key, own[key], shape, memo, own["_parameters"]) for key in own if key not in OWN})
     own["_buffers"] = {key: None if one is None else one.to("meta") for key, one in dict.items(module._buffers)}
     names = (kept or {}).get(id(module))
     inside = module._modules if names is None else {str(place): module._modules[key] for place, key in enumerate(names)}
@@ -70,14 +70,21 @@ def _is_data(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > (0 if value.is_floating_point() or value.is_complex() else 1)
 
 
-def _beside(key: str, value: Any, params: Mapping[str, Tensor | None]) -> Any:
-    """A tensor, or a container with some, that a module keeps as an attribute, on the meta device. Few integers keep
-    their values, as sizes. What a hook computes of a parameter before each call (torch's earlier ``weight_norm`` and
-    ``spectral_norm``, and pruning) is that parameter."""
+def _beside(key: str, value: Any, shape: Shape, memo: dict[int, Any], params: Mapping[str, Tensor | None]) -> Any:
+    """What a module with these ``params`` keeps as an attribute: a tensor, or a container of some, on the meta device.
+
+    Few integers keep their values, as sizes. A parameter, such as those in the list of torch's recurrent modules, is
+    its copy. So is what a hook computes of one before each call: torch's earlier ``weight_norm`` and ``spectral_norm``,
+    and pruning.
+    """
+    if not _is_data(value):
+        return value
     if isinstance(value, dict):
-        return type(value)((name, _beside(name, each, {}) if _is_data(each) else each) for name, each in value.items())
+        return type(value)((name, _beside(name, each, shape, memo, {})) for name, each in value.items())
     if isinstance(value, list):
-        return [_beside("", each, {}) if _is_data(each) else each for each in value]
+        return [_beside("", each, shape, memo, {}) for each in value]
+    if isinstance(value, nn.Parameter):
+        return _bare(value, shape, memo)
     of_hook = next((param for end in OF_HOOKS if (param := params.get(f"{key}{end}")) is not None), None)
     return value.to("meta") if of_hook is None or of_hook.shape != value.shape else of_hook
 

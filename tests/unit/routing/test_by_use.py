@@ -699,9 +699,12 @@ def test_tensors_and_weights_beside_the_parameters_do_not_stop_a_run() -> None:
             prune.l1_unstructured(self.up, "weight", 0.3)
             self.angles, self.more = torch.ones(40, D), {"mask": torch.ones(40, 40, dtype=torch.bool).tril()}
             self.sizes = torch.tensor([9, 9])
+            self.rows, self.square = nn.Parameter(torch.zeros(40, D)), nn.Parameter(torch.zeros(D, D))
+            self.both = [self.rows, self.square]
 
         def forward(self, ids: Tensor) -> Tensor:
             x, n = self.tokens(ids), ids.shape[1]
+            x = x + self.both[0][:n] @ self.both[1].T.to(x.dtype) + self.both[0][:n]
             q, k, v = self.qkv(x * self.angles[:n].to(x.device)).chunk(3, -1)
             near = (q @ k.mT).masked_fill(~self.more["mask"][:n, :n], -9.0)
             x = x + self.out(near.softmax(-1) @ v)
@@ -712,7 +715,7 @@ def test_tensors_and_weights_beside_the_parameters_do_not_stop_a_run() -> None:
         found = told(Hooked(), example=example)
         assert list(found["qkv.weight_v"].matrices) == ["q", "k", "v"] and found["qkv.weight_g"].rule == "adamw"
         assert list(found["up.weight_orig"].matrices) == ["gate", "up"] and found["out.weight_orig"].rule == "muon"
-        assert found["last.weight"].rule == "adamw"
+        assert [found[name].rule for name in ("last.weight", "rows", "square")] == ["adamw", "adamw", "muon"]
 
 
 def test_low_rank_parametrization_is_stored_as_linears_are() -> None:
