@@ -243,7 +243,7 @@ def _contract(
     by_weight = theirs is not None and not theirs.data and theirs.behind > 0
     if changes_along(numbers, summed) or size == 1:
         if source[1] == SLICES:
-            if size == 1:  # else several of them in each product
+            if not changes_along(once_along(numbers, summed), summed):  # else several of them in each product
                 _slices_read(known, source, numbers, theirs)
             return
         batched = by_weight and theirs is not None and _slice_by_slice(theirs)
