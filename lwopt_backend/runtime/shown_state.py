@@ -105,12 +105,12 @@ class ShownTensor(Tensor):
 
 
 def _is_whole(func: Any, shown: ShownTensor, *rest: Any, **more: Any) -> bool:
-    """Whether an operator returns the same state: an alias, or a move of what cannot be read here."""
+    """Whether an operator returns the same state: an alias, or a move or copy of what cannot be read here."""
     if func in (aten.alias.default, aten.detach.default):
         return True
     if func is aten.view.default:
         return tuple(rest[0]) == tuple(shown.shape)
-    return func is aten._to_copy.default and isinstance(shown.holder, Elsewhere)
+    return func in (aten._to_copy.default, aten.clone.default) and isinstance(shown.holder, Elsewhere)
 
 
 def _read(leaf: Any, read: dict[int, Tensor]) -> Any:
