@@ -337,12 +337,12 @@ def test_partial_gradients_belong_to_their_own_weights() -> None:
     owns first; weights are of one shape, so a sum may go to the wrong one."""
     torch.manual_seed(0)
     mesh, rank = mesh_of(names=("tp",)), dist.get_rank()
-    model = nn.Module()
-    for name in ("first", "second", "third", "fourth", "bias"):
+    model, matrices = nn.Module(), ("first", "second", "third", "fourth")  # no forward tells what they are
+    for name in (*matrices, "bias"):
         weight = torch.randn(16) if name == "bias" else torch.randn(16, 16)
         model.register_parameter(name, nn.Parameter(DTensor.from_local(weight, mesh, [Replicate()])))
     twins = {name: nn.Parameter(whole(param).clone()) for name, param in model.named_parameters()}
-    optimizer = LayerWiseOptimizer(model, **MUON, elementwise_lr=0.1, report=False)
+    optimizer = LayerWiseOptimizer(model, **MUON, elementwise_lr=0.1, include=[*matrices], report=False)
     muon = torch.optim.Muon([twin for twin in twins.values() if twin.ndim == 2], **MUON)
     for _ in range(2):
         inputs = torch.randn(len(twins), 2, 3, 16)
@@ -355,8 +355,7 @@ def test_partial_gradients_belong_to_their_own_weights() -> None:
         for each in (optimizer, muon):
             each.step()
             each.zero_grad()
-    matrices = {name: param.to_local() for name, param in model.named_parameters() if param.ndim == 2}
-    assert all(torch.equal(weight, twins[name]) for name, weight in matrices.items())
+    assert all(torch.equal(model.get_parameter(name).to_local(), twins[name]) for name in matrices)
 
 
 @on_ranks(2)
