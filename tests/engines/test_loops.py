@@ -63,7 +63,7 @@ def test_grad_scaler_skips_a_step_on_all_ranks() -> None:
 
 
 @on_ranks(2)
-def test_grad_scaler_that_would_skip_on_some_ranks_is_refused_on_all() -> None:
+def test_grad_scaler_that_skips_on_some_ranks_is_refused_on_all() -> None:
     """torch exchanges an overflow along the dimensions that cut the first gradient, here none of them or all."""
     mesh = init_device_mesh("cpu", (2,))
     for placements in ((Replicate(), Shard(0)), (Shard(0), Replicate())):
