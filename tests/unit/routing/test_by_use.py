@@ -683,7 +683,7 @@ def test_parameters_of_somebodys_linear_are_told_by_use() -> None:
         assert found["2.bias"].rule == "adamw"
 
 
-def test_tensors_and_weights_beside_the_parameters_do_not_stop_a_run() -> None:
+def test_tensors_and_hooks_beside_parameters_stop_no_run() -> None:
     """Angles and masks that are plain attributes, as Meta's Llama has them, and weights that hooks compute: torch's
     earlier normalizations, and pruning."""
 
